@@ -1,0 +1,36 @@
+"""oomb: exact training of Hugging Face causal language models on very long contexts, on one GPU."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oomb.config import Config
+    from oomb.engine import Engine
+    from oomb.model import UnsupportedModelError
+    from oomb.trainer import Trainer
+
+__version__ = "0.1.0"
+
+# Loaded at first use: `oomb --help` and `import oomb` stay free of torch and transformers.
+_HOME = {
+    "Config": "oomb.config",
+    "Engine": "oomb.engine",
+    "Trainer": "oomb.trainer",
+    "UnsupportedModelError": "oomb.model",
+}
+
+__all__ = ["Config", "Engine", "Trainer", "UnsupportedModelError", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'oomb' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

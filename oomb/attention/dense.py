@@ -1,0 +1,175 @@
+"""Exact attention of a chunk: segments of the past and the chunk itself, each by one kernel call, merged by lse.
+
+The past is seen through `Past`, a narrow face behind which pages may lie anywhere. The unit of work is "attend to this
+run of keys, return (out, lse)"; the backward of a run, given the merged out and lse, yields exactly its share of the
+gradients. Shapes as in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oomb.attention.kernels import Ask, Kernel, choose
+
+
+class Past(Protocol):
+    """K, V and their gradients of one layer before the current chunk."""
+
+    length: int
+
+    def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(start, k, v) of the tokens from `first` to the chunk, oldest first."""
+
+    def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        """Adds to the gradients of the tokens from `start` on."""
+
+    def own_grad(self) -> tuple[Tensor, Tensor] | None:
+        """What later chunks have left as gradients of the current chunk's K and V."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the layer's attention is, besides its tensors."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    kernels: str = "auto"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of keys attended to at once. `past` of its keys come from the past, starting at token `start`."""
+
+    start: int
+    past: int
+    k: Tensor
+    v: Tensor
+    mask: dict[str, Any]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of the chunk's queries over the past and the chunk itself."""
+    kernel = _kernel(q, v, past, spec)
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for run in _runs(k, v, past, spec):
+        o, l = kernel.forward(q, run.k, run.v, **run.mask)
+        out, lse = (o, l) if out is None or lse is None else merge(out, lse, o, l)
+    assert out is not None and lse is not None
+    if sinks is not None:
+        whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+        out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
+    return out.to(q.dtype), lse
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    past: Past,
+    spec: Spec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of the chunk's q, k, v and of the sinks. Those of the past go into its gradient pages."""
+    kernel = _kernel(q, v, past, spec)
+    dq: Tensor | None = None
+    own: tuple[Tensor, Tensor] | None = None
+    for run in _runs(k, v, past, spec):
+        dq_run, dk, dv = kernel.backward(dout, q, run.k, run.v, out, lse, **run.mask)
+        # Shares of dq are summed in float32: with bfloat16 each of them would cost a rounding.
+        dq = dq_run if dq is None else _wide(dq).add_(dq_run)
+        if run.past:
+            past.add_grad(run.start, dk[:, :, : run.past], dv[:, :, : run.past])
+        if run.past < run.k.shape[2]:
+            own = dk[:, :, run.past :], dv[:, :, run.past :]
+    assert dq is not None and own is not None
+    later = past.own_grad()
+    if later is not None:
+        own = tuple((_wide(g) + late).to(k.dtype) for g, late in zip(own, later, strict=True))  # type: ignore[assignment]
+    dsinks = None
+    if sinks is not None:
+        # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        dsinks = -((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    return dq.to(q.dtype), own[0], own[1], dsinks
+
+
+class ChunkAttention(torch.autograd.Function):
+    """`attend` with its backward. `kept` holds (out, lse) where an earlier forward of this chunk has computed them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        past: Past,
+        spec: Spec,
+        kept: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = kept if kept is not None else attend(q, k, v, sinks, past, spec)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.past, ctx.spec = past, spec
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads = attend_backward(dout, q, k, v, sinks, out, lse, ctx.past, ctx.spec)
+        return (*grads, None, None, None)
+
+
+def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Two attentions over disjoint keys as one over their union. May overwrite `out` where that is float32 or wider."""
+    whole = torch.logaddexp(lse, lse2)
+    share, share2 = ((part - whole).exp().unsqueeze(-1) for part in (lse, lse2))
+    return _wide(out).mul_(share).addcmul_(out2.to(share2.dtype), share2), whole
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _kernel(q: Tensor, v: Tensor, past: Past, spec: Spec) -> Kernel:
+    ask = Ask(
+        device=q.device.type,
+        dtype=q.dtype,
+        head_size=q.shape[-1],
+        value_size=v.shape[-1],
+        window=_window(q, past, spec) is not None,
+        softcap=spec.softcap is not None,
+    )
+    return choose(spec.kernels, ask)
+
+
+def _window(q: Tensor, past: Past, spec: Spec) -> int | None:
+    """The window, if this chunk is late enough in the sequence to feel it."""
+    return spec.window if spec.window is not None and spec.window < past.length + q.shape[2] else None
+
+
+def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
+    mask = {"scale": spec.scale, "softcap": spec.softcap}
+    window = _window(k, past, spec)
+    if window is None:
+        for start, k_seg, v_seg in past.segments(0):
+            yield Run(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False})
+        yield Run(past.length, 0, k, v, {**mask, "causal": True})
+        return
+    # A window reaches back a bounded way: one run, put together from the end of the past and the chunk.
+    first = max(0, past.length - window + 1)
+    segments = list(past.segments(first))
+    k, v = (torch.cat([*(s[i] for s in segments), own], dim=2) for i, own in ((1, k), (2, v)))
+    yield Run(first, past.length - first, k, v, {**mask, "causal": True, "window": window})

@@ -1,0 +1,195 @@
+"""Text to windows of `max_length` tokens: documents in a fixed order, joined with a separator, cut without padding.
+
+    stdlib | file | folder  ->  documents  ->  one token sequence  ->  windows  ->  (train, held-out)
+
+Without a tokenizer a token is a byte, which every preset can read.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STDLIB = "stdlib"
+"""The name of the embedded default dataset: the source of the Python standard library that runs this program."""
+
+SEPARATOR_ID = 256
+PAD_ID = 257
+NUM_BYTE_IDS = 258
+"""Ids a model needs to read bytes: 256 byte values, the separator and the padding."""
+
+# Tests come with some Python installations and not with others; without them the text is nearly the same everywhere.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+class Windows(Dataset):
+    """Non-overlapping windows over one token sequence; each is `input_ids` and equal `labels`."""
+
+    def __init__(self, token_ids: torch.Tensor, max_length: int) -> None:
+        self.max_length = max_length
+        self._windows = token_ids[: len(token_ids) // max_length * max_length].view(-1, max_length)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        input_ids = self._windows[index].to(torch.int64)
+        return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+@dataclass(frozen=True)
+class Split:
+    """What `load` returns. `held_out` is None where the text is a single window."""
+
+    train: Windows
+    held_out: Windows | None
+    num_tokens: int
+    num_documents: int
+    skipped: tuple[Path, ...]
+    """Files of a folder left out because they hold no text."""
+
+
+def load(
+    dataset: str,
+    *,
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_train: int | None = None,
+    num_held_out: int = 1,
+) -> Split:
+    """Read "stdlib", a text file or a folder of text files. `num_train` windows are enough: the rest is not read.
+
+    The order of the documents is fixed and looks random (by a checksum of their names), so the held-out windows,
+    which are the last ones, are a fair sample of a folder. Of a single file they are its end.
+    """
+    if max_length < 2:
+        raise ValueError(
+            f"max_length is {max_length}; a window needs at least 2 tokens, one to read and one to predict"
+        )
+    documents, root = find_documents(dataset)
+    enough = None if num_train is None else (num_train + num_held_out) * max_length
+    skipped: list[Path] = []
+    pieces: list[np.ndarray] = []
+    num_tokens = 0
+    may_skip = len(documents) > 1
+    for path in documents:
+        token_ids = _read(path, tokenizer, may_skip=may_skip, any_encoding=dataset == STDLIB)
+        if token_ids is None:
+            skipped.append(path)
+            continue
+        pieces.append(token_ids)
+        num_tokens += len(token_ids)
+        if enough is not None and num_tokens >= enough:
+            break
+    if num_tokens < max_length:
+        unit = "tokens" if tokenizer is not None else "tokens (bytes)"
+        raise ValueError(
+            f"{root} has {num_tokens} {unit} and one window needs {max_length}: "
+            f"set max_length to {max(num_tokens, 2)} or less, or give more text"
+        )
+    windows = torch.from_numpy(np.concatenate(pieces))
+    windows = windows[: len(windows) // max_length * max_length]
+    num_windows = len(windows) // max_length
+    # Never more than a fifth of the text, but one window as soon as there are two.
+    num_held_out = min(num_held_out, max(num_windows // 5, 1), num_windows - 1)
+    border = (num_windows - num_held_out) * max_length
+    return Split(
+        train=Windows(windows[:border], max_length),
+        held_out=Windows(windows[border:], max_length) if num_held_out else None,
+        num_tokens=num_tokens,
+        num_documents=len(pieces),
+        skipped=tuple(skipped),
+    )
+
+
+def find_documents(dataset: str) -> tuple[list[Path], Path]:
+    """The files of a dataset in their fixed order, and what they belong to. Raises where there is nothing to read."""
+    if dataset == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [path for path in root.rglob("*.py") if not _NOT_STDLIB & set(path.relative_to(root).parts)]
+        if not files:
+            raise ValueError(
+                f"no .py files under {root}: this Python has no source of its standard library; "
+                "name a text file or folder with --dataset"
+            )
+        return _in_fixed_order(files, root), root
+    root = Path(dataset).expanduser()
+    if root.is_file():
+        return [root], root
+    if not root.is_dir():
+        raise ValueError(f"the dataset {dataset!r} is not there; name a text file, a folder of them, or {STDLIB!r}")
+    files = [path for path in _files_under(root) if not _is_hidden(path.relative_to(root))]
+    if not files:
+        raise ValueError(f"the folder {root} holds no files; name a text file or a folder of them")
+    return _in_fixed_order(files, root), root
+
+
+def _files_under(root: Path) -> Iterator[Path]:
+    return (path for path in root.rglob("*") if path.is_file())
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _in_fixed_order(files: list[Path], root: Path) -> list[Path]:
+    def key(path: Path) -> tuple[int, str]:
+        name = path.relative_to(root).as_posix()
+        return zlib.crc32(name.encode("utf-8", "surrogateescape")), name
+
+    return sorted(files, key=key)
+
+
+def _read(
+    path: Path, tokenizer: PreTrainedTokenizerBase | None, *, may_skip: bool, any_encoding: bool
+) -> np.ndarray | None:
+    """Token ids of one document and its separator, or None where it holds no text and may be skipped."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    problem = _why_not_text(raw, any_encoding=any_encoding)
+    if problem is not None:
+        if may_skip:
+            return None
+        raise ValueError(f"{path} {problem}; give a UTF-8 text file")
+    if tokenizer is None:
+        return np.append(np.frombuffer(raw, dtype=np.uint8).astype(np.int32), np.int32(SEPARATOR_ID))
+    text = raw.decode("utf-8", errors="replace")
+    # verbose=False: the tokenizer would warn that a document is longer than the model's context, which is the point.
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.asarray([*token_ids, *_separator_of(tokenizer)], dtype=np.int32)
+
+
+def _why_not_text(raw: bytes, *, any_encoding: bool) -> str | None:
+    if not raw.strip():
+        return "is empty"
+    if any_encoding:
+        return None
+    if b"\0" in raw:
+        return "is binary, not text"
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 (byte {error.start})"
+    return None
+
+
+def _separator_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    for special in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.sep_token_id):
+        if special is not None:
+            return [special]
+    return tokenizer("\n\n", add_special_tokens=False)["input_ids"]

@@ -1,0 +1,308 @@
+"""The algorithm. One step on a sequence is two walks over its chunks:
+
+fill pass      chunks in order, no graph: every layer attends to the pages of earlier chunks and to its own chunk, and
+               appends its K and V to the pages. All that remains of a chunk is the log-probabilities of its targets.
+gradient pass  chunks in reverse: the chunk is computed again, now with a graph, and back-propagated. Its attention adds
+               dK and dV to the gradient pages of earlier chunks, and gives its own K and V what later chunks have left
+               there. Parameter gradients accumulate in `.grad`.
+
+With `loss.backward()` in between this is exact back-propagation through the whole sequence; activation memory is that
+of one chunk. B batch, T tokens, N = B x T rows, D hidden size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oomb.attention.dense import ChunkAttention, Spec, attend
+from oomb.config import Config
+from oomb.grads import accumulate_in_float32, pending_bytes
+from oomb.inputs import Batch
+from oomb.loss import IGNORED, TiledHead
+from oomb.memory import PageStore
+from oomb.model import CausalLM, UnsupportedModelError
+
+FLOAT32_SUMS_FROM = 64
+"""With param_grad_dtype="auto", from this many chunks on parameter gradients are summed in float32."""
+
+
+class Engine:
+    """Losses and log-probabilities of a Hugging Face causal LM, with activation memory that does not grow with the
+    sequence. The model stays an ordinary model: it is changed only while a pass runs."""
+
+    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        self.config = config or Config()
+        self.model = CausalLM(model)
+        self.fuse = self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
+        self.head = TiledHead(self.model.logits, self.model.vocab_size, fuse=self.fuse)
+        self.progress: Callable[[str, int, int], None] | None = None
+        """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
+        self.keeper: weakref.ref[Sequence] | None = None
+        """The sequence that keeps its last chunk's activations until its backward, if one does."""
+
+    def loss(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        num_items: int | Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Cross-entropy of `labels` (default: `input_ids`), shifted inside, -100 ignored, as in Hugging Face: the mean
+        over counted tokens, or the sum over `num_items` where that is given."""
+        batch = self._check(input_ids, labels, attention_mask)
+        num_counted = int((batch.targets != IGNORED).sum())
+        if num_counted == 0:
+            raise ValueError(
+                "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
+            )
+        return -self._target_logprobs(batch).sum() / (num_counted if num_items is None else num_items)
+
+    def logprobs(self, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
+        """[B, T]: log p(token t | tokens before t); 0 at the first token and at padding."""
+        logp = self._target_logprobs(self._check(input_ids, None, attention_mask))
+        return torch.cat([torch.zeros_like(logp[:, :1]), logp[:, :-1]], dim=1)
+
+    def _check(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> Batch:
+        pad = self.model.pad_token_id
+        return Batch.check(input_ids, labels, attention_mask, vocab_size=self.model.vocab_size, pad_token_id=pad)
+
+    def _target_logprobs(self, batch: Batch) -> Tensor:
+        """[B, T]: log-probability of every position's target. Its backward is the gradient pass."""
+        sequence = Sequence(self, batch)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+            anchor = torch.zeros((), device=self.model.device, requires_grad=True)
+            return _TwoPasses.apply(anchor, sequence)
+        with torch.no_grad():
+            return sequence.fill(will_walk_back=False)
+
+
+class _TwoPasses(torch.autograd.Function):
+    """Joins the passes: forward fills, backward walks back. Parameters get their gradients from the backward calls
+    nested inside, as with reentrant checkpointing; the anchor only makes autograd call us."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, sequence: Sequence) -> Tensor:  # type: ignore[override]
+        ctx.sequence = sequence
+        return sequence.fill(will_walk_back=True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dlogp_BT: Tensor) -> tuple[None, None]:  # type: ignore[override]
+        ctx.sequence.walk_back(dlogp_BT)
+        return None, None
+
+
+class Sequence:
+    """A batch of sequences on its way through the two passes, with the pages that live in between."""
+
+    def __init__(self, engine: Engine, batch: Batch) -> None:
+        self.engine, self.config, self.model = engine, engine.config, engine.model
+        self.batch = batch
+        self.bounds = batch.chunks(self.config.chunk_size)
+        self.store = PageStore(
+            capacity=self.bounds[-1][0],
+            chunk_size=self.config.chunk_size,
+            num_layers=len(self.model.layers),
+            kv_dtype=_dtype(self.config.kv_dtype),
+            grad_dtype=_dtype(self.config.grad_dtype),
+            free_bytes=_free_bytes,
+        )
+        # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
+        self.seed = int(torch.randint(2**62, ())) if self.model.draws_random_numbers() else None
+        self.autocast = _current_autocast(self.model.device.type)
+        self.now = self.bounds[0]
+        self.attended: set[int] = set()
+        self.checkpoint_layers = self.config.checkpoint_layers is True
+        self.kept_attention: dict[int, tuple[Tensor, Tensor]] = {}
+        self.last_hidden: Tensor | None = None
+        self.is_closed = False
+
+    def fill(self, will_walk_back: bool) -> Tensor:
+        """Fill pass. Returns log-probabilities [B, T] of the targets."""
+        num_chunks, logp = len(self.bounds), []
+        with self._running():
+            for index in range(num_chunks):
+                if will_walk_back and index == num_chunks - 1:
+                    self._decide_checkpointing()
+                    keep = self._may_keep_last_chunk()
+                    hidden = self._hidden(index, grad=keep)
+                    if keep:
+                        self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
+                else:
+                    hidden = self._hidden(index, grad=False)
+                logp.append(self._chunk_logprobs(hidden.detach()))
+                self._report("fill", index + 1)
+        missing = self.batch.ids.shape[1] - self.bounds[-1][1]
+        return torch.cat([*logp, logp[0].new_zeros(len(self.batch.ids), missing)], dim=1)
+
+    def walk_back(self, dlogp_BT: Tensor) -> None:
+        """Gradient pass. `dlogp` is the loss's derivative by what `fill` returned."""
+        if self.is_closed:
+            raise RuntimeError("backward ran a second time, but the pages of this sequence are freed: compute the loss again")
+        self.is_closed = True
+        try:
+            with self._running(), self._gradient_sums():
+                for index in reversed(range(len(self.bounds))):
+                    hidden, self.last_hidden = self.last_hidden, None
+                    if hidden is None:
+                        hidden = self._hidden(index, grad=True)
+                    start, end = self.now = self.bounds[index]
+                    dhidden = self._chunk_logprobs_backward(hidden.detach(), dlogp_BT[:, start:end])
+                    if hidden.requires_grad:
+                        torch.autograd.backward(hidden, dhidden)
+                    self.kept_attention.clear()
+                    self._report("gradient", len(self.bounds) - index)
+        finally:
+            self.store.close()
+            self.last_hidden = None
+            self.kept_attention.clear()
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of one layer of the current chunk; the model calls this through the attention interface."""
+        start, end = self.now
+        past = self.store.past(layer, start, end)
+        spec = Spec(scale=scale, window=window, softcap=softcap, kernels=self.config.kernels)
+        self.attended.add(layer)
+        if not torch.is_grad_enabled():
+            out, _ = attend(q, k, v, sinks, past, spec)
+            self.store.append(layer, start, k, v)
+            return out
+        kept = self.kept_attention.pop(layer, None)
+        out, lse = ChunkAttention.apply(q, k, v, sinks, past, spec, kept)
+        if self.checkpoint_layers and kept is None:
+            # The layer will run again in its backward; the costly part of it need not.
+            self.kept_attention[layer] = (out.detach(), lse)
+        return out
+
+    def _hidden(self, index: int, grad: bool) -> Tensor:
+        """Last hidden states [B, T, D] of a chunk, with a graph or not."""
+        start, end = self.now = self.bounds[index]
+        if self.seed is not None:
+            torch.manual_seed(self.seed + index)
+        ids = self.batch.ids[:, start:end].to(self.model.device)
+        # Compiled code serves one shape, the full chunk; a short last chunk is not worth a compilation.
+        compiled = self.engine.fuse and end - start == self.config.chunk_size
+        with self.model.layer_calls(compiled=compiled, checkpointed=grad and self.checkpoint_layers):
+            with torch.set_grad_enabled(grad):
+                hidden = self.model.hidden(ids, start)
+        if len(self.attended) != len(self.model.layers):
+            idle = sorted(set(range(len(self.model.layers))) - self.attended)
+            raise UnsupportedModelError(
+                f"layers {idle} of {type(self.model.lm).__name__} ({type(self.model.layers[idle[0]]).__name__}) did not "
+                "call attention: what they carry from token to token is not K and V, so chunks cannot stand for it"
+            )
+        return hidden
+
+    def _chunk_logprobs(self, hidden_BTD: Tensor) -> Tensor:
+        rows, targets = self._counted_rows()
+        hidden_ND = hidden_BTD.flatten(0, 1)
+        if rows is None:
+            return self.engine.head.logprobs(hidden_ND, targets).view(hidden_BTD.shape[:2])
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        logp = torch.zeros(len(hidden_ND), dtype=dtype, device=hidden_ND.device)
+        if len(rows):
+            logp[rows] = self.engine.head.logprobs(hidden_ND[rows], targets)
+        return logp.view(hidden_BTD.shape[:2])
+
+    def _chunk_logprobs_backward(self, hidden_BTD: Tensor, dlogp_BT: Tensor) -> Tensor:
+        rows, targets = self._counted_rows()
+        hidden_ND, dlogp_N = hidden_BTD.flatten(0, 1), dlogp_BT.flatten()
+        if rows is None:
+            return self.engine.head.backward(hidden_ND, targets, dlogp_N).view_as(hidden_BTD)
+        dhidden = torch.zeros_like(hidden_ND)
+        if len(rows):
+            dhidden[rows] = self.engine.head.backward(hidden_ND[rows], targets, dlogp_N[rows])
+        return dhidden.view_as(hidden_BTD)
+
+    def _counted_rows(self) -> tuple[Tensor | None, Tensor]:
+        """Which rows of the current chunk the head must run on, and their targets. None stands for all: leaving out a
+        few would only spoil the shape."""
+        start, end = self.now
+        targets = self.batch.targets[:, start:end].flatten()
+        rows = (targets != IGNORED).nonzero().flatten()
+        if len(rows) > 0.9 * len(targets):
+            return None, targets.to(self.model.device)
+        return rows.to(self.model.device), targets[rows].to(self.model.device)
+
+    def _decide_checkpointing(self) -> None:
+        """Settles "auto" when all pages of K and V exist and the first graph is about to be built."""
+        if self.config.checkpoint_layers != "auto":
+            return
+        free = _free_bytes(self.model.device)
+        num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
+        needed = len(self.model.layers) * self.model.activation_bytes(num_tokens)
+        needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self._sums_in_float32())
+        self.checkpoint_layers = free is not None and needed > 0.9 * free
+
+    def _may_keep_last_chunk(self) -> bool:
+        if self.config.keep_last_chunk != "auto":
+            return self.config.keep_last_chunk
+        other = self.engine.keeper() if self.engine.keeper is not None else None
+        return not self.checkpoint_layers and (other is None or other.last_hidden is None)
+
+    def _sums_in_float32(self) -> bool:
+        if self.config.param_grad_dtype == "auto":
+            return len(self.bounds) >= FLOAT32_SUMS_FROM
+        return self.config.param_grad_dtype == "float32"
+
+    @contextmanager
+    def _gradient_sums(self) -> Iterator[None]:
+        if not self._sums_in_float32():
+            yield
+            return
+        with accumulate_in_float32(self.model.parameters()):
+            yield
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The model's attention comes to us, under the caller's autocast, and random numbers leave no trace."""
+        with ExitStack() as stack:
+            stack.enter_context(self.model.running(self, self.batch.ids.shape[1]))
+            stack.enter_context(self.autocast)
+            if self.seed is not None:
+                stack.enter_context(torch.random.fork_rng())
+            yield
+
+    def _report(self, phase: str, done: int) -> None:
+        if self.engine.progress is not None:
+            self.engine.progress(phase, done, len(self.bounds))
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return None if name == "auto" else getattr(torch, name)
+
+
+def _current_autocast(device_type: str) -> torch.autocast:
+    """The caller's autocast, to be entered again in the backward. Without its cache, which would hand weights that were
+    cast without a graph to the passes that need one."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=False,
+    )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """GPU memory that can still be taken, or None where nobody counts it."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,0 +1,87 @@
+"""What the user passes in, checked before any work, and how it becomes a schedule of chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oomb.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and, for every position, the token to predict there (-100: none). Both [B, T], on the CPU."""
+
+    ids: Tensor
+    targets: Tensor
+
+    @classmethod
+    def check(
+        cls,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        attention_mask: Tensor | None,
+        *,
+        vocab_size: int,
+        pad_token_id: int | None,
+    ) -> Batch:
+        """The batch, or a `ValueError` that says what is wrong with it. `pad_token_id` tells padding from text where no
+        attention mask does; None if the model has none of its own."""
+        ids = _whole_numbers("input_ids", input_ids)
+        if ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {tuple(ids.shape)}; it must be [batch, tokens] (unsqueeze a single one)")
+        if ids.numel() == 0:
+            raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
+        _check_range("input_ids", ids, ids, vocab_size)
+        targets = ids if labels is None else _whole_numbers("labels", labels)
+        if targets.shape != ids.shape:
+            raise ValueError(f"labels have shape {tuple(targets.shape)}, input_ids {tuple(ids.shape)}; they must be equal")
+        if labels is not None:
+            _check_range("labels", targets, targets[targets != IGNORED], vocab_size)
+        if attention_mask is not None:
+            mask = torch.as_tensor(attention_mask).to("cpu", torch.bool)
+            if mask.shape != ids.shape:
+                raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
+            for row in (mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero().flatten().tolist():
+                raise ValueError(_left_padding_text(row))
+            targets = targets.masked_fill(~mask, IGNORED)
+        elif pad_token_id is not None and ids.shape[1] > 1:
+            for row in ((ids[:, 0] == pad_token_id) & (ids[:, -1] != pad_token_id)).nonzero().flatten().tolist():
+                raise ValueError(_left_padding_text(row) + "; if this is text, pass an attention_mask of ones")
+        nothing = targets.new_full((len(targets), 1), IGNORED)
+        return cls(ids=ids, targets=torch.cat([targets[:, 1:], nothing], dim=1))
+
+    def chunks(self, chunk_size: int) -> list[tuple[int, int]]:
+        """(start, end) of each chunk. Chunks after the last one with a target (padding, masked ends) are left out: no
+        gradient passes through them."""
+        length = self.ids.shape[1]
+        counted = (self.targets != IGNORED).any(0).nonzero().flatten()
+        last = int(counted[-1]) if len(counted) else 0
+        return [(start, min(length, start + chunk_size)) for start in range(0, last + 1, chunk_size)]
+
+
+def _whole_numbers(name: str, x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; pass a tensor of token ids")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"{name} has dtype {x.dtype}; token ids must be whole numbers".replace("torch.", ""))
+    return x.detach().to("cpu", torch.int64)
+
+
+def _check_range(name: str, x: Tensor, counted: Tensor, vocab_size: int) -> None:
+    wrong = counted[(counted < 0) | (counted >= vocab_size)]
+    if len(wrong):
+        where = (x == wrong[0]).nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} holds the id {int(wrong[0])} at {where}, outside of the model's vocabulary of {vocab_size}: "
+            "is this the model's own tokenizer?"
+        )
+
+
+def _left_padding_text(row: int) -> str:
+    return (
+        f"row {row} is padded on the left; positions would be wrong. Pad on the right "
+        '(tokenizer.padding_side = "right")'
+    )

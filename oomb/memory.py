@@ -1,0 +1,165 @@
+"""Where K, V and their gradients live between chunks.
+
+One `PageStore` serves one call of the engine: a batch of sequences of one padded length. A layer's bytes lie in slabs
+[B, K, tokens, D], so that any run of pages is a view that attention kernels read in place. A page belongs to the chunk
+that wrote it; gradient pages exist from the first touch on. Nothing here knows of models or attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+SEGMENT_SIZE = 32768
+"""Most tokens in one segment. Longer segments save merges (a pass over the output each); on an H200 the attention kernel
+itself gains nothing above 32K."""
+
+
+class OutOfPages(MemoryError):
+    """The pages a sequence needs do not fit."""
+
+
+class PageStore:
+    """Pages of every layer for the `capacity` tokens that later chunks read (the last chunk's are read by nobody)."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        chunk_size: int,
+        num_layers: int,
+        kv_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        free_bytes: Callable[[torch.device], int | None] = lambda device: None,
+    ) -> None:
+        self.capacity = capacity
+        self.chunk_size = chunk_size
+        self.num_layers = num_layers
+        self.kv_dtype = kv_dtype
+        self.grad_dtype = grad_dtype
+        self.free_bytes = free_bytes
+        self.layers: dict[int, LayerPages] = {}
+
+    def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Stores the chunk's K and V; those of the last chunk need no page."""
+        if start >= self.capacity:
+            return
+        if layer not in self.layers:
+            if not self.layers:
+                self._check_room(k, v)
+            self.layers[layer] = LayerPages(self, k, v)
+        self.layers[layer].write(start, k, v)
+
+    def past(self, layer: int, chunk_start: int, chunk_end: int) -> LayerPast:
+        """The layer's pages as the chunk [chunk_start, chunk_end) sees them."""
+        return LayerPast(self.layers.get(layer), chunk_start, chunk_end)
+
+    def grad_bytes(self) -> int:
+        """Bytes that gradient pages take once every page is touched."""
+        return sum(pages.grad_bytes() for pages in self.layers.values())
+
+    def kv_bytes(self) -> int:
+        return sum(pages.kv_bytes() for pages in self.layers.values())
+
+    def close(self) -> None:
+        self.layers.clear()
+
+    def _check_room(self, k: Tensor, v: Tensor) -> None:
+        """Refuses before the first page is taken if the pages of all layers can't fit, going by the first layer's."""
+        free = self.free_bytes(k.device)
+        if free is None:
+            return
+        rows = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (k, v))
+        kv, grad = ((dtype or k.dtype).itemsize for dtype in (self.kv_dtype, self.grad_dtype))
+        per_token = self.num_layers * rows * (kv + grad)
+        if self.capacity * per_token > free:
+            raise OutOfPages(
+                f"K, V and their gradients for {self.capacity:,} tokens need {self.capacity * per_token / 2**30:.1f} GiB "
+                f"on {k.device}, where {free / 2**30:.1f} GiB are free: shorten the context to about "
+                f"{free * 9 // 10 // per_token:,} tokens, or lower the batch size or Config(grad_dtype=...)"
+            )
+
+
+class LayerPages:
+    """One layer's slabs."""
+
+    def __init__(self, store: PageStore, k: Tensor, v: Tensor) -> None:
+        self.store = store
+        self.compute_dtype = k.dtype
+        self.k, self.v = (
+            torch.empty(*x.shape[:2], store.capacity, x.shape[3], dtype=store.kv_dtype or x.dtype, device=x.device)
+            for x in (k, v)
+        )
+        self.dk: Tensor | None = None
+        self.dv: Tensor | None = None
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        self.k[:, :, start : start + k.shape[2]] = k
+        self.v[:, :, start : start + v.shape[2]] = v
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        k, v = self.k[:, :, start:end], self.v[:, :, start:end]
+        return k.to(self.compute_dtype), v.to(self.compute_dtype)
+
+    def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        if self.dk is None or self.dv is None:
+            dtype = self.store.grad_dtype or self.compute_dtype
+            self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
+        end = start + dk.shape[2]
+        self.dk[:, :, start:end] += dk
+        self.dv[:, :, start:end] += dv
+
+    def kv_bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def grad_bytes(self) -> int:
+        itemsize = (self.store.grad_dtype or self.compute_dtype).itemsize
+        return (self.k.numel() + self.v.numel()) * itemsize
+
+
+class LayerPast:
+    """What one chunk sees of a layer's pages (the `Past` of `oomb.attention.dense`)."""
+
+    def __init__(self, pages: LayerPages | None, chunk_start: int, chunk_end: int) -> None:
+        self.pages = pages
+        self.length = chunk_start
+        self.end = chunk_end
+
+    def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        if self.pages is None:
+            return
+        for start, end in segment_bounds(first, self.length, self.pages.store.chunk_size):
+            k, v = self.pages.read(start, end)
+            yield start, k, v
+
+    def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        assert self.pages is not None
+        self.pages.add_grad(start, dk, dv)
+
+    def own_grad(self) -> tuple[Tensor, Tensor] | None:
+        pages = self.pages
+        if pages is None or pages.dk is None or pages.dv is None or self.length >= pages.store.capacity:
+            return None
+        return pages.dk[:, :, self.length : self.end], pages.dv[:, :, self.length : self.end]
+
+
+def segment_bounds(first: int, end: int, chunk_size: int) -> Iterator[tuple[int, int]]:
+    """Cuts [first, end) into few segments of few different sizes, since attention kernels are planned per size.
+
+    The sizes are chunk_size times powers of two, the largest first: 7 chunks of 4096 become 16384 + 8192 + 4096.
+    What is no multiple of the chunk (the start of a sliding window) comes first.
+    """
+    ragged = (end - first) % chunk_size
+    if ragged:
+        yield first, first + ragged
+        first += ragged
+    size = chunk_size
+    while size * 2 <= max(SEGMENT_SIZE, chunk_size):
+        size *= 2
+    while first < end:
+        while size > end - first:
+            size //= 2
+        yield first, first + size
+        first += size

@@ -1,0 +1,147 @@
+"""What train and bench both report: the machine, the memory used, and one JSON line per event."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+GIB = 1 << 30
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the software, as plain values for a JSON report."""
+    packages = ("torch", "transformers", "accelerate", "peft", "triton", "liger-kernel")
+    described: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "num_cores": os.cpu_count(),
+        "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in packages if (version := _version(name)) is not None},
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        described["gpu"] = {
+            "name": gpu.name,
+            "memory_gib": round(gpu.total_memory / GIB, 1),
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "count": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _driver_version(),
+        }
+    return described
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    # platform.processor() is empty or "x86_64" on Linux; the kernel knows the name.
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+
+
+class MemoryMeter:
+    """Peak memory since `reset`: the GPU allocator's peak where there is a GPU, else the largest RSS seen.
+
+    A process's RSS has no peak that can be reset, so on a CPU `sample` must be called where memory is high; the
+    progress hook of the engine, after each chunk, is such a place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.device = device
+        self._process = psutil.Process()
+        self._peak_rss_bytes = 0
+        self.reset()
+
+    def reset(self) -> None:
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._peak_rss_bytes = 0
+        self.sample()
+
+    def sample(self) -> None:
+        if not self.on_gpu:
+            self._peak_rss_bytes = max(self._peak_rss_bytes, self._process.memory_info().rss)
+
+    @property
+    def peak_bytes(self) -> int:
+        if self.on_gpu:
+            return torch.cuda.max_memory_allocated(self.device)
+        self.sample()
+        return self._peak_rss_bytes
+
+    @property
+    def label(self) -> str:
+        return "GPU peak" if self.on_gpu else "RSS peak"
+
+
+class JsonLines:
+    """Appends one JSON object per line and flushes each, so that a crash loses nothing that was written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, **record: Any) -> None:
+        self._file.write(json.dumps(record, default=str) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for a person: "3.42 GiB", or MiB below a tenth of one."""
+    if abs(num_bytes) < 0.1 * GIB:
+        return f"{num_bytes / (1 << 20):.1f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def seconds(duration: float) -> str:
+    """Seconds for a person: "2 m 05 s"."""
+    if duration < 60:
+        return f"{duration:.1f} s"
+    minutes, rest = divmod(round(duration), 60)
+    if minutes < 60:
+        return f"{minutes} m {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} m"
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty()

@@ -1,0 +1,300 @@
+"""What the engine needs of a Hugging Face causal LM, and which models it refuses.
+
+No modelling code is patched. The model calls a registered attention function; while a pass runs, that function hands
+q, k and v to the pass. The backbone runs chunk by chunk; the head is the model's own `forward` with the backbone taken
+out, so that logit scaling and soft-capping are the model's own as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+ATTENTION_NAME = "oomb"
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained exactly by chunk recurrence."""
+
+
+class Pass(Protocol):
+    """One walk over the chunks. The attention of every layer goes through it."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+_running: Pass | None = None
+"""The pass whose chunk is being computed. A plain global because autograd may recompute a layer on a thread of its own."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that models call as their attention. Takes [B, H, T, D], returns [B, T, H, D]."""
+    layer = getattr(module, "layer_idx", None)
+    name = f"{type(module).__name__} of layer {layer}"
+    if _running is None:
+        raise RuntimeError(f"{name} was called outside of an engine's pass; use engine.loss or engine.logprobs")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if layer is None or attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(f"{name} does not ask for plain causal attention, so chunks cannot stand for it")
+    if dropout:
+        raise ValueError(_attention_dropout_text(name, dropout))
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = _running.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
+
+
+class CausalLM:
+    """A Hugging Face causal LM, PEFT-wrapped or not, as the engine uses it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.lm = _unwrap(model)
+        self.config = self.lm.config.get_text_config(decoder=True)
+        self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
+        self.layers = _decoder_layers(self.lm, self.backbone, self.config.num_hidden_layers)
+        self.vocab_size = self.lm.get_input_embeddings().weight.shape[0]
+        self.device = self.lm.get_input_embeddings().weight.device
+        self.pad_token_id = _own_pad_token(self.config)
+        self.head = _without_backbone(self.lm)
+        self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
+        self._compiled: dict[nn.Module, Callable[..., Any]] = {}
+
+    def hidden(self, ids_BT: Tensor, start: int) -> Tensor:
+        """Last hidden states [B, T, D] of tokens that stand at `start` and after."""
+        positions = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
+        return self.backbone(input_ids=ids_BT, position_ids=positions, use_cache=False)[0]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self.head(inputs_embeds=hidden_ND.unsqueeze(0), use_cache=False).logits.squeeze(0)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.lm.parameters()
+
+    def draws_random_numbers(self) -> bool:
+        """Whether a dropout is active. Attention dropout, which kernels do not replay, is refused here."""
+        drops = False
+        for name, module in self.lm.named_modules():
+            p = getattr(module, "attention_dropout", 0.0)
+            p = p.p if isinstance(p, nn.Module) else p
+            if module.training and hasattr(module, "layer_idx") and isinstance(p, float) and p > 0:
+                raise ValueError(_attention_dropout_text(name, p))
+            drops |= module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        return drops
+
+    @contextmanager
+    def running(self, pass_: Pass, total_length: int) -> Iterator[None]:
+        """Routes attention to `pass_` and tells length-dependent RoPE of the whole length; leaves the model as found."""
+        global _running
+        outer = _running
+        with ExitStack() as undo:
+            undo.callback(self.lm.set_attn_implementation, self.lm.config._attn_implementation)
+            self.lm.set_attn_implementation(ATTENTION_NAME)
+            for layer in self.layers:
+                if getattr(layer, "gradient_checkpointing", False):
+                    undo.callback(setattr, layer, "gradient_checkpointing", True)
+                    layer.gradient_checkpointing = False
+            for rotary in self.rotaries:
+                undo.callback(rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True).remove)
+                undo.callback(rotary.register_forward_hook(_drop_last).remove)
+            _running = pass_
+            try:
+                yield
+            finally:
+                _running = outer
+
+    @contextmanager
+    def layer_calls(self, *, compiled: bool, checkpointed: bool) -> Iterator[None]:
+        """Layers run compiled and/or recompute themselves in the backward. Uses the slot that `nn.Module.compile` uses."""
+        if not compiled and not checkpointed:
+            yield
+            return
+        before = [layer._compiled_call_impl for layer in self.layers]
+        for layer in self.layers:
+            call: Callable[..., Any] = layer._call_impl
+            if compiled:
+                if layer not in self._compiled:
+                    self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False)
+                call = self._compiled[layer]
+            if checkpointed:
+                call = partial(checkpoint, call, use_reentrant=False)
+            layer._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for layer, call in zip(self.layers, before, strict=True):
+                layer._compiled_call_impl = call
+
+    def activation_bytes(self, num_tokens: int) -> int:
+        """About what one layer keeps for its backward: inputs and outputs of its matrices, and half as much for the rest."""
+        config = self.config
+        top_k = getattr(config, "num_experts_per_tok", 1) or 1
+        itemsize = next(self.backbone.parameters()).dtype.itemsize
+        width = 0
+        for parameter in self.layers[0].parameters():
+            if parameter.ndim == 2:
+                width += sum(parameter.shape)
+            elif parameter.ndim == 3:
+                width += top_k * sum(parameter.shape[1:])
+        return int(num_tokens * width * itemsize * 1.5)
+
+
+def _unwrap(model: nn.Module) -> PreTrainedModel:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass a Hugging Face causal LM")
+    while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    if hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedModelError("PEFT prompt learning adds tokens that are not in input_ids; use LoRA or the like")
+        model = model.get_base_model()
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{name} is not a Hugging Face model; pass one made by AutoModelForCausalLM")
+    _refuse(model, name)
+    return model
+
+
+def _refuse(model: PreTrainedModel, name: str) -> None:
+    """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
+    config = model.config.get_text_config(decoder=True)
+    backbone = getattr(model, model.base_model_prefix, None)
+    if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
+        raise UnsupportedModelError(f"{name} has no language-model head on a backbone; pass one made by AutoModelForCausalLM")
+    if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not a causal decoder")
+    if getattr(config, "is_decoder", None) is False and "is_decoder" in config.to_diff_dict().keys() | _encoder_keys(config):
+        raise UnsupportedModelError(f"{name} attends in both directions; set config.is_decoder=True if it was trained so")
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"layer {index} of {name} is of type {kind!r}: its state is not K and V, so chunks cannot carry it. "
+                f"Models whose layers are all full or sliding-window attention can be trained"
+            )
+    if getattr(model, "_is_stateful", False):
+        layer = _first_state_layer(backbone)
+        raise UnsupportedModelError(f"{name} carries a recurrent state ({layer}) that is not K and V; chunks cannot carry it")
+    if not model._supports_attention_backend:
+        raise UnsupportedModelError(
+            f"{name} computes attention in its own code ({_first_attention(backbone)}) instead of calling transformers' "
+            "attention interface; oomb cannot reach its K and V"
+        )
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        raise UnsupportedModelError(f"{name} takes no position_ids, so a chunk cannot be placed in its sequence")
+    if any(p.is_meta for p in model.parameters()):
+        raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
+
+
+def _encoder_keys(config: Any) -> set[str]:
+    """Encoders that can be turned into decoders (BERT and its kin) say so by a field of their own."""
+    return {"is_decoder"} if getattr(config, "add_cross_attention", None) is not None else set()
+
+
+def _first_state_layer(backbone: nn.Module) -> str:
+    for name, module in backbone.named_modules():
+        if any(hasattr(module, mark) for mark in ("conv1d", "A_log", "conv", "ssm_state_size")):
+            return f"{type(module).__name__} at {name}"
+    return type(backbone).__name__
+
+
+def _first_attention(backbone: nn.Module) -> str:
+    for name, module in backbone.named_modules():
+        if "attention" in type(module).__name__.lower():
+            return f"{type(module).__name__} at {name}"
+    return type(backbone).__name__
+
+
+def _decoder_layers(lm: PreTrainedModel, backbone: nn.Module, count: int) -> nn.ModuleList:
+    for module in backbone.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
+
+
+def _attention_dropout_text(name: str, p: float) -> str:
+    return (
+        f"{name} has attention dropout {p}, which memory-efficient attention does not replay: set it to 0 "
+        "(model.config.attention_dropout = 0 before loading); other dropouts are supported"
+    )
+
+
+def _own_pad_token(config: Any) -> int | None:
+    """The padding token, if it stands for nothing else."""
+    pad = getattr(config, "pad_token_id", None)
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return None if pad in (config.bos_token_id, *eos) else pad
+
+
+class _Given(nn.Module):
+    """In the place of the backbone: returns the hidden states it is given."""
+
+    def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _without_backbone(lm: PreTrainedModel) -> PreTrainedModel:
+    """A shallow copy of the model that shares its head and maps given hidden states to logits."""
+    head = copy.copy(lm)
+    head._modules = {**lm._modules, lm.base_model_prefix: _Given()}
+    return head
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind == "longrope" or (isinstance(kind, str) and "dynamic" in kind) for kind in kinds)
+
+
+def _append_last(total_length: int, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Such a RoPE takes the largest position for the length, so it is shown the last one of the whole sequence too."""
+    position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), total_length - 1)
+    position_ids = torch.cat([position_ids, last], dim=-1)
+    if hasattr(rotary, "max_seq_len_cached"):
+        # It also remembers the longest sequence so far; the fill and gradient pass must see the same frequencies
+        # whatever ran in between.
+        rotary.max_seq_len_cached = getattr(rotary, "original_max_seq_len", rotary.max_seq_len_cached)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": position_ids}
+    return (args[0], position_ids, *args[2:]), kwargs
+
+
+def _drop_last(rotary: nn.Module, args: Any, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x[..., :-1, :] for x in cos_sin)

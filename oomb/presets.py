@@ -1,0 +1,238 @@
+"""Named model shapes and the one way to a model: a preset (random weights), a folder, or a hub id."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# A preset is a shape: the arguments of the Hugging Face config, without weights and without a tokenizer.
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {
+        # Small enough for two CPU cores at 16K tokens. 264 = 256 bytes, the specials of `oomb.data`, and padding to
+        # a multiple of 8, which matrix units like.
+        "model_type": "llama",
+        "vocab_size": 264,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 1 << 22,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "pad_token_id": 257,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+}
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def resolve_device(device: str = "auto") -> torch.device:
+    """The torch device meant by `device`; "auto" is the GPU if there is one."""
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if resolved.type == "cuda":
+        num_gpus = torch.cuda.device_count()
+        if (resolved.index or 0) >= num_gpus:
+            raise ValueError(
+                f"device {device!r} is not here: this machine shows {num_gpus} CUDA GPUs; use --device cpu"
+            )
+        return torch.device("cuda", resolved.index or 0)
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The torch dtype meant by `dtype`; "auto" is bfloat16 on a GPU and float32 elsewhere."""
+    import torch
+
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown; use auto or one of {', '.join(DTYPES)}")
+    return getattr(torch, dtype)
+
+
+def is_preset(name: str) -> bool:
+    return name.lower() in PRESETS
+
+
+def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
+    """The Hugging Face config of a preset, e.g. `preset_config("qwen2.5-7b", num_hidden_layers=2)`."""
+    from transformers import AutoConfig
+
+    if not is_preset(name):
+        raise ValueError(f"no preset is called {name!r}; the presets are {', '.join(PRESETS)}")
+    shape = {**PRESETS[name.lower()], **overrides}
+    return AutoConfig.for_model(shape.pop("model_type"), **shape)
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name that can be neither a preset, nor a model folder, nor a hub id. Touches no network."""
+    if is_preset(name):
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"{name} is a folder without a config.json, so it is no saved model; name a folder that "
+                "save_pretrained has written"
+            )
+        return
+    if path.exists():
+        raise ValueError(f"{name} is a file; a model is a folder with a config.json and weights")
+    # Hub ids are "owner/name". A bare word is a mistyped preset far more often than one of the hub's old aliases.
+    looks_like_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+    if not looks_like_hub_id:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{name!r} is not a preset, not a folder here and not a hub id (owner/name){hint} "
+            f"The presets are {', '.join(PRESETS)}"
+        )
+
+
+def load_config(name_or_path: str) -> PretrainedConfig:
+    """The config of a preset, a folder or a hub id, without its weights."""
+    check_model_name(name_or_path)
+    if is_preset(name_or_path):
+        return preset_config(name_or_path)
+    from transformers import AutoConfig
+
+    return _from_hugging_face(AutoConfig, name_or_path)
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    attn_implementation: str | None = None,
+    num_layers: int | None = None,
+) -> PreTrainedModel:
+    """A causal LM from a preset (random weights, made on the device itself), a folder or a hub id.
+
+    `num_layers` keeps only the first layers, to try a model that is too large for the machine.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    place = resolve_device(device)
+    precision = resolve_dtype(dtype, place)
+    config = load_config(name_or_path)
+    if num_layers is not None:
+        _keep_layers(config, num_layers)
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if is_preset(name_or_path):
+        with torch.device(place):
+            return AutoModelForCausalLM.from_config(config, dtype=precision, **options)
+    model = _from_hugging_face(AutoModelForCausalLM, name_or_path, config=config, dtype=precision, **options)
+    return model.to(place)
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or a hub id. Presets have none: they read bytes (see `oomb.data`)."""
+    from transformers import AutoTokenizer
+
+    check_model_name(name_or_path)
+    if is_preset(name_or_path):
+        raise ValueError(f"the preset {name_or_path!r} has no tokenizer; it reads bytes")
+    try:
+        return _from_hugging_face(AutoTokenizer, name_or_path)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{name_or_path} holds no tokenizer that transformers can load ({error})") from error
+
+
+def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
+    text = config.get_text_config()
+    if not 1 <= num_layers <= text.num_hidden_layers:
+        raise ValueError(f"--layers {num_layers} is out of range; this model has {text.num_hidden_layers} layers")
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = list(text.layer_types)[:num_layers]
+
+
+def _from_hugging_face(auto_class: Any, name: str, **options: Any) -> Any:
+    path = Path(name).expanduser()
+    try:
+        return auto_class.from_pretrained(str(path) if path.is_dir() else name, **options)
+    except (OSError, ValueError) as error:
+        where = "the folder" if path.is_dir() else "the hub id"
+        reason = str(error).strip().split(os.linesep)[0]
+        raise ValueError(
+            f"{where} {name!r} could not be loaded: {reason} Besides, there are the presets {', '.join(PRESETS)}"
+        ) from error

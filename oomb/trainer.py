@@ -1,0 +1,171 @@
+"""`transformers.Trainer` with the engine in place of the model's forward: the same arguments, much longer sequences."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from transformers.modeling_outputs import CausalLMOutput
+
+from oomb.config import Config
+from oomb.engine import Engine
+from oomb.loss import IGNORED
+
+INPUTS = frozenset({"input_ids", "labels", "attention_mask"})
+
+
+class Trainer(transformers.Trainer):
+    """Use it as `transformers.Trainer`; `engine_config` is the one argument more.
+
+    Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
+    Where `compute_metrics` is given, its `predictions` are therefore per-token log-probabilities [B, T]
+    (see `Engine.logprobs`) and not logits. Batches without `labels` are trained on their `input_ids`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        engine_config: Config | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func takes logits, which the engine never holds: subclass oomb.Trainer and build the "
+                "loss in compute_loss from self.engine.logprobs(input_ids)"
+            )
+        if args is not None:
+            _refuse_arguments(args)
+            _take_over(args)
+        self.engine_config = engine_config
+        self._engine: Engine | None = None
+        self._engine_of: nn.Module | None = None
+        super().__init__(model, args, *positional, **options)
+        # The engine divides by the number of predicted tokens itself, whatever the model's own loss would do.
+        self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = True
+        # An unsupported model is refused here, before any data is read.
+        _ = self.engine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the current model. `model_init` makes a new model for each run, and so a new engine."""
+        if self._engine is None or self._engine_of is not self.model:
+            if getattr(self.model, "is_gradient_checkpointing", False):
+                self.model.gradient_checkpointing_disable()
+                _warn_of_checkpointing("The model has gradient checkpointing enabled")
+            self._engine = Engine(self.model, self.engine_config)
+            self._engine_of = self.model
+        return self._engine
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        inputs = with_labels(inputs)
+        _refuse_inputs(inputs)
+        # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
+        with self.accelerator.autocast():
+            loss = self.engine.loss(
+                inputs["input_ids"],
+                inputs["labels"],
+                num_items=num_items_in_batch,
+                attention_mask=inputs.get("attention_mask"),
+            )
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs = with_labels(inputs)
+        loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if prediction_loss_only:
+            return loss, None, None
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.accelerator.autocast():
+            logprobs = self.engine.logprobs(inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+        return loss, logprobs, labels
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        # Labels must be there before the tokens of an accumulated batch are counted.
+        return super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
+
+
+def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The batch with labels: its own, or its `input_ids` less the padding."""
+    if inputs.get("labels") is not None or "input_ids" not in inputs:
+        return inputs
+    labels = inputs["input_ids"]
+    if inputs.get("attention_mask") is not None:
+        labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    return {**inputs, "labels": labels}
+
+
+def _refuse_inputs(inputs: dict[str, Any]) -> None:
+    if "input_ids" not in inputs:
+        raise ValueError(
+            f"the batch has no input_ids, only {', '.join(inputs) or 'nothing'}; the engine reads token ids"
+        )
+    unknown = [name for name, value in inputs.items() if name not in INPUTS and value is not None]
+    if unknown:
+        raise ValueError(
+            f"the batch has {', '.join(unknown)}, which the engine does not read; it reads {', '.join(sorted(INPUTS))}. "
+            "Let the data collator return only these"
+        )
+
+
+def _refuse_arguments(args: TrainingArguments) -> None:
+    """What the engine could not honour is refused, with what to do instead: silence would train another model."""
+    if args.world_size > 1:
+        raise ValueError(
+            f"oomb.Trainer runs in one process and was started in {args.world_size}: run it with python, not torchrun"
+        )
+    if args.fsdp or args.deepspeed:
+        raise ValueError("oomb.Trainer does not work with fsdp or deepspeed: leave them out of the TrainingArguments")
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor is {args.label_smoothing_factor}; it takes logits, which the engine never holds: "
+            "set it to 0"
+        )
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "neftune_noise_alpha scales its noise by the length of the input, which is a chunk here: set it to None"
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile compiles the whole model, which the engine does not call: leave it out; "
+            'oomb.Config(fuse="compile") compiles layer by layer'
+        )
+
+
+def _take_over(args: TrainingArguments) -> None:
+    """Switches off what the engine does itself."""
+    if args.gradient_checkpointing:
+        args.gradient_checkpointing = False
+        _warn_of_checkpointing("TrainingArguments has gradient_checkpointing=True")
+    if args.n_gpu > 1:
+        # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
+        args._n_gpu = 1
+
+
+def _warn_of_checkpointing(what: str) -> None:
+    warnings.warn(
+        f"{what}. It is switched off: the engine recomputes chunk by chunk and needs no more. To recompute each layer "
+        "within a chunk as well, pass engine_config=oomb.Config(checkpoint_layers=True).",
+        stacklevel=3,
+    )
