@@ -45,6 +45,8 @@ class Engine:
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
         self.keeper: weakref.ref[Sequence] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
+        self.page_bytes = 0
+        """Bytes that the pages of the latest gradient pass took at their peak."""
 
     def loss(
         self,
@@ -160,6 +162,7 @@ class Sequence:
                     self.kept_attention.clear()
                     self._report("gradient", len(self.bounds) - index)
         finally:
+            self.engine.page_bytes = self.store.num_bytes()
             self.store.close()
             self.last_hidden = None
             self.kept_attention.clear()

@@ -60,8 +60,9 @@ class PageStore:
         """Bytes that gradient pages take once every page is touched."""
         return sum(pages.grad_bytes() for pages in self.layers.values())
 
-    def kv_bytes(self) -> int:
-        return sum(pages.kv_bytes() for pages in self.layers.values())
+    def num_bytes(self) -> int:
+        """Bytes taken now."""
+        return sum(x.nbytes for p in self.layers.values() for x in (p.k, p.v, p.dk, p.dv) if x is not None)
 
     def close(self) -> None:
         self.layers.clear()
@@ -110,9 +111,6 @@ class LayerPages:
         end = start + dk.shape[2]
         self.dk[:, :, start:end] += dk
         self.dv[:, :, start:end] += dv
-
-    def kv_bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
 
     def grad_bytes(self) -> int:
         itemsize = (self.store.grad_dtype or self.compute_dtype).itemsize

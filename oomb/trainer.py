@@ -35,18 +35,18 @@ class Trainer(transformers.Trainer):
         engine_config: Config | None = None,
         **options: Any,
     ) -> None:
-        if options.get("compute_loss_func") is not None:
+        args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        _refuse_arguments(args)
+        _take_over(args)
+        self.engine_config = engine_config
+        self._engine: Engine | None = None
+        self._engine_of: tuple[nn.Module, torch.device] | None = None
+        super().__init__(model, args, *positional, **options)
+        if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func takes logits, which the engine never holds: subclass oomb.Trainer and build the "
                 "loss in compute_loss from self.engine.logprobs(input_ids)"
             )
-        if args is not None:
-            _refuse_arguments(args)
-            _take_over(args)
-        self.engine_config = engine_config
-        self._engine: Engine | None = None
-        self._engine_of: nn.Module | None = None
-        super().__init__(model, args, *positional, **options)
         # The engine divides by the number of predicted tokens itself, whatever the model's own loss would do.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
@@ -56,12 +56,13 @@ class Trainer(transformers.Trainer):
     @property
     def engine(self) -> Engine:
         """The engine of the current model. `model_init` makes a new model for each run, and so a new engine."""
-        if self._engine is None or self._engine_of is not self.model:
+        model_and_device = self.model, next(self.model.parameters()).device
+        if self._engine is None or self._engine_of != model_and_device:
             if getattr(self.model, "is_gradient_checkpointing", False):
                 self.model.gradient_checkpointing_disable()
                 _warn_of_checkpointing("The model has gradient checkpointing enabled")
             self._engine = Engine(self.model, self.engine_config)
-            self._engine_of = self.model
+            self._engine_of = model_and_device
         return self._engine
 
     def compute_loss(
@@ -124,8 +125,8 @@ def _refuse_inputs(inputs: dict[str, Any]) -> None:
     unknown = [name for name, value in inputs.items() if name not in INPUTS and value is not None]
     if unknown:
         raise ValueError(
-            f"the batch has {', '.join(unknown)}, which the engine does not read; it reads {', '.join(sorted(INPUTS))}. "
-            "Let the data collator return only these"
+            f"the batch has {', '.join(unknown)}, which the engine does not read: let the data collator return only "
+            f"{', '.join(sorted(INPUTS))}"
         )
 
 

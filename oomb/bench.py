@@ -1,0 +1,261 @@
+"""Time, throughput and memory of one training step (forward and backward), beside standard training in the same run.
+
+"standard" is what a good engineer does with Hugging Face alone: every layer checkpointed, the fastest attention PyTorch
+has, the loss in tiles. Both modes get the same weights and tokens; where both run, the losses and a sample of the
+gradients are compared, and a row that does not agree is reported as wrong, whatever its speed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from oomb import metrics
+from oomb.config import Config
+from oomb.engine import Engine
+from oomb.loss import TiledHead
+from oomb.model import CausalLM
+from oomb.presets import load_model
+
+MODES = ("oomb", "standard")
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "B200": 2250}
+"""Dense bfloat16 rates by the vendors' datasheets, for MFU. Model names are looked up in the device's name."""
+LOSS_TOLERANCE, GRAD_TOLERANCE = 0.01, 0.1
+"""How far (relative) the modes may be apart in bfloat16 before a row counts as wrong."""
+
+
+@dataclass
+class Row:
+    """One mode at one context."""
+
+    mode: str
+    context: int
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    page_bytes: int = 0
+    loss: float | None = None
+    grad_difference: float | None = None
+    problem: str | None = None
+    all_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """What was measured, on what, with which settings."""
+
+    model: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    rows: list[Row]
+
+    def table(self) -> Table:
+        table = Table(title=f"{self.model}: one step, forward and backward")
+        for column in ("context", "mode", "time", "tokens/s", "MFU", "GPU peak", "pages", "difference"):
+            table.add_column(column, justify="left" if column == "mode" else "right")
+        for row in self.rows:
+            table.add_row(
+                f"{row.context:,}",
+                row.mode,
+                row.problem or metrics.seconds(row.seconds or 0.0),
+                f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+                f"{row.mfu:.1%}" if row.mfu else "",
+                metrics.gib(row.peak_bytes) if row.peak_bytes else "",
+                metrics.gib(row.page_bytes) if row.page_bytes else "",
+                f"{row.grad_difference:.1e}" if row.grad_difference is not None else "",
+            )
+        return table
+
+    def save(self, path: str | Path) -> Path:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+    @property
+    def is_right(self) -> bool:
+        return not any(row.problem and row.problem.startswith("WRONG") for row in self.rows)
+
+
+def run(
+    model: str,
+    contexts: Sequence[int],
+    *,
+    modes: Sequence[str] = MODES,
+    chunk_size: int = 4096,
+    dtype: str = "auto",
+    device: str = "auto",
+    lora: bool = False,
+    repeats: int = 1,
+    settings: dict[str, Any] | None = None,
+    on_row: Callable[[Row], None] | None = None,
+    on_chunk: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Measures every mode at every context, the shortest first. `settings` are further fields of `Config`; `on_row` and
+    `on_chunk` are called as results come in."""
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
+    if not contexts or min(contexts) < 2:
+        raise ValueError("give at least one context of 2 tokens or more")
+    config = Config.from_dict({"chunk_size": chunk_size, **(settings or {})})
+    network = _prepare(model, dtype, device, lora)
+    engine = Engine(network, config)
+    engine.progress = on_chunk
+    vocab, place = engine.model.vocab_size, engine.model.device
+    steps: dict[str, Callable[[Tensor], Tensor]] = {"standard": StandardStep(network), "oomb": EngineStep(engine)}
+    rows = []
+    for context in sorted(contexts):
+        ids = torch.randint(1, vocab, (1, context), generator=torch.Generator().manual_seed(context))
+        sample: dict[str, Tensor] = {}
+        for mode in sorted(modes, reverse=True):
+            row = _measure(mode, steps[mode], ids, network, repeats, place)
+            row.mfu = _mfu(row, engine.model, place)
+            if mode == "oomb":
+                row.page_bytes = steps[mode].page_bytes  # type: ignore[attr-defined]
+            if row.problem is None:
+                _compare(row, next((r for r in rows if r.context == context and r.problem is None), None), network, sample)
+            _reset(network)
+            rows.append(row)
+            if on_row is not None:
+                on_row(row)
+    used = {**asdict(config), "fused": engine.fuse, "dtype": str(next(network.parameters()).dtype).removeprefix("torch."),
+            "lora": lora, "repeats": repeats}  # fmt: skip
+    return Report(model=model, settings=used, machine=metrics.machine(), rows=rows)
+
+
+class EngineStep:
+    """One step of the engine; remembers how many bytes its pages took."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.page_bytes = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        loss = self.engine.loss(ids)
+        loss.backward()
+        self.page_bytes = self.engine.page_bytes
+        return loss.detach()
+
+
+class StandardStep:
+    """One step as Hugging Face users would do it: layer checkpointing, cuDNN attention first, tiled loss."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.model = CausalLM(network)
+        self.head = TiledHead(self.model.logits, self.model.vocab_size)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        ids = ids.to(self.model.device)
+        targets = ids.roll(-1, dims=1).flatten()
+        targets[-1] = -100
+        num_counted = ids.shape[1] - 1
+        was_training = self.network.training
+        self.network.train()
+        self.model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        try:
+            with sdpa_kernel(order, set_priority=True):
+                hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
+                rows = hidden.detach().flatten(0, 1)
+                logp = self.head.logprobs(rows, targets)
+                dhidden = self.head.backward(rows, targets, torch.full_like(logp, -1 / num_counted))
+                hidden.backward(dhidden.view_as(hidden))
+        finally:
+            self.model.lm.gradient_checkpointing_disable()
+            self.network.train(was_training)
+        return -logp.sum() / num_counted
+
+
+def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
+    network: nn.Module = load_model(model, dtype=dtype, device=device, attn_implementation="sdpa")
+    if lora:
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError:
+            raise ValueError("--lora needs peft: pip install 'oomb[peft]'") from None
+        network = get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))  # type: ignore[arg-type]
+    return network.train()
+
+
+def _measure(
+    mode: str, step: Callable[[Tensor], Tensor], ids: Tensor, network: nn.Module, repeats: int, place: torch.device
+) -> Row:
+    row = Row(mode=mode, context=ids.shape[1])
+    on_gpu = place.type == "cuda"
+    try:
+        # Compilation and kernel plans belong to the first step of a training run, not to its pace.
+        step(ids[:, : min(ids.shape[1], 16384)])
+        for _ in range(repeats):
+            _reset(network)
+            meter = metrics.MemoryMeter(place)
+            begin = time.perf_counter()
+            row.loss = float(step(ids))
+            if on_gpu:
+                torch.cuda.synchronize()
+                row.reserved_bytes = torch.cuda.max_memory_reserved(place)
+            row.all_seconds.append(time.perf_counter() - begin)
+            row.peak_bytes = meter.peak_bytes
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        row.problem = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"out of memory: {error}"
+        return row
+    row.seconds = statistics.median(row.all_seconds)
+    row.tokens_per_second = row.context / row.seconds
+    return row
+
+
+def _compare(row: Row, other: Row | None, network: nn.Module, sample: dict[str, Tensor]) -> None:
+    """Keeps a sample of the first mode's gradients; compares the second mode with it."""
+    grads = {n: p.grad for n, p in network.named_parameters() if p.grad is not None and p.ndim < 3}
+    names = sorted(grads)[:: max(1, len(grads) // 24)]
+    if other is None:
+        sample.update({name: grads[name].to("cpu", torch.float32) for name in names})
+        return
+    assert row.loss is not None and other.loss is not None
+    apart = [(grads[n].to("cpu", torch.float32) - g).norm() / g.norm() for n, g in sample.items() if g.norm() > 0]
+    row.grad_difference = float(torch.stack(apart).median())
+    if abs(row.loss / other.loss - 1) > LOSS_TOLERANCE or row.grad_difference > GRAD_TOLERANCE:
+        row.problem = f"WRONG: loss {row.loss:.4f} against {other.loss:.4f}, gradients {row.grad_difference:.1e} apart"
+
+
+def _reset(network: nn.Module) -> None:
+    for parameter in network.parameters():
+        parameter.grad = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _mfu(row: Row, model: CausalLM, place: torch.device) -> float | None:
+    """Model FLOPs (no recomputation counted) over the GPU's peak. None where that is not known."""
+    if row.seconds is None or place.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(place)
+    peak = next((rate for key, rate in PEAK_TFLOPS.items() if key in name), None)
+    return step_flops(model, row.context) / row.seconds / (peak * 1e12) if peak else None
+
+
+def step_flops(model: CausalLM, context: int) -> float:
+    """FLOPs of a step's forward and backward: 6 per matrix parameter and token, and causal attention."""
+    embedding = model.lm.get_input_embeddings().weight
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2 and p is not embedding)
+    if model.lm.get_output_embeddings().weight is embedding:
+        matrices += embedding.numel()
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 6 * context * config.num_hidden_layers * config.num_attention_heads * head_size
+    return context * (6.0 * matrices + attention)

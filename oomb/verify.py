@@ -1,0 +1,239 @@
+"""Does chunked training give this model's true gradients, on this machine? Compare with whole-sequence autograd.
+
+The truth is the model's own forward over the whole sequence, with its own attention (sdpa or eager), and autograd.
+float64 and float32 are held to that directly. In bfloat16 and float16 two correct computations differ by rounding, so
+both are held to the float32 gradients of the same weights: the engine may not be noticeably further from them than
+standard training is.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor, nn
+
+from oomb.config import Config
+from oomb.engine import Engine
+from oomb.presets import load_model, resolve_device, resolve_dtype
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Largest relative error of a parameter's gradient, and of the loss. Hugging Face computes RoPE and norms in float32
+in most models even where the weights are float64, which bounds float64 at about 1e-7."""
+
+MAX_RATIO = 1.1
+"""Half precision: the engine's error over the whole gradient, as a multiple of standard training's."""
+
+MAX_PARAMETER_RATIO = 1.5
+"""The same for a single parameter, where a small tensor's rounding leaves the ratio more to chance."""
+
+FLOOR = 1e-2
+"""A parameter whose gradient is under this fraction of the typical one is measured against the fraction instead:
+some gradients are zero but for rounding (a key bias under softmax, say), and have no digits to compare."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: the error of the engine's gradient and, in half precision, that of standard training's."""
+
+    name: str
+    norm: float
+    error: float
+    standard_error: float | None = None
+
+    @property
+    def badness(self) -> float:
+        """What the verdict goes by: the error, or its ratio to standard training's."""
+        if self.standard_error is None:
+            return self.error
+        return self.error / self.standard_error if self.standard_error > 0 else float(self.error > 0) * float("inf")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome. `trusted` is the verdict; `rows` are all parameters, worst first."""
+
+    rows: list[Row]
+    loss: float
+    whole_loss: float
+    dtype: str
+    context: int
+    num_chunks: int
+    total_error: float
+    total_standard_error: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def trusted(self) -> bool:
+        return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        if not self.trusted:
+            return f"do not trust: {'; '.join(self.problems)}"
+        where = f"{len(self.rows)} parameters, {self.context} tokens in {self.num_chunks} chunks, {self.dtype}"
+        if self.total_standard_error is None:
+            return f"trust it: gradients equal whole-sequence training to {self.rows[0].error:.1e} or better ({where})"
+        ratio = self.total_error / self.total_standard_error if self.total_standard_error else 1.0
+        return f"trust it: {ratio:.2f} x the rounding error of standard training ({where})"
+
+    def table(self, num_rows: int = 8) -> Table:
+        half = self.total_standard_error is not None
+        table = Table(
+            title=f"Worst {min(num_rows, len(self.rows))} of {len(self.rows)} parameters", title_justify="left"
+        )
+        table.add_column("parameter")
+        table.add_column("gradient norm", justify="right")
+        table.add_column("oomb error", justify="right")
+        if half:
+            table.add_column("standard error", justify="right")
+            table.add_column("ratio", justify="right")
+        for row in self.rows[:num_rows]:
+            cells = [row.name, f"{row.norm:.3e}", f"{row.error:.2e}"]
+            if row.standard_error is not None:
+                cells += [f"{row.standard_error:.2e}", f"{row.badness:.2f}"]
+            table.add_row(*cells)
+        return table
+
+
+def verify(
+    name_or_path: str,
+    *,
+    context: int = 2048,
+    chunk_size: int = 512,
+    dtype: str = "float32",
+    device: str = "auto",
+    num_layers: int | None = None,
+    settings: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Load the model and compare. `settings` are further fields of `oomb.Config`."""
+    if chunk_size >= context:
+        raise ValueError(f"chunk_size {chunk_size} cuts nothing from a context of {context}; set it below the context")
+    config = Config.from_dict({**(settings or {}), "chunk_size": chunk_size})
+    if resolve_dtype(dtype, resolve_device(device)) not in (*TOLERANCE, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype {dtype!r} cannot be verified")
+    torch.manual_seed(seed)
+    model = load_model(name_or_path, dtype=dtype, device=device, num_layers=num_layers)
+    return compare(model, config, context=context, seed=seed)
+
+
+def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) -> Comparison:
+    """Compare on random tokens. Dropout is off. The model's weights come back as they were, its `.grad` empty."""
+    engine = Engine(model, config)
+    was_training = model.training
+    model.eval()
+    parameter = next(model.parameters())
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (1, context), generator=generator).to(parameter.device)
+    try:
+        loss, gradients = _gradients(model, lambda: engine.loss(ids))
+        whole_loss, whole = _gradients(model, lambda: _whole_sequence_loss(model, ids))
+        if parameter.dtype in TOLERANCE:
+            rows = [Row(name, _norm(whole[name]), *_errors(name, whole, gradients)) for name in whole]
+            total, total_standard = _total_error(whole, gradients), None
+        else:
+            reference = _float32_gradients(model, ids)
+            rows = [
+                Row(name, _norm(reference[name]), *_errors(name, reference, gradients, whole)) for name in reference
+            ]
+            total, total_standard = _total_error(reference, gradients), _total_error(reference, whole)
+    finally:
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)
+    rows.sort(key=lambda row: row.badness, reverse=True)
+    return Comparison(
+        rows=rows,
+        loss=loss,
+        whole_loss=whole_loss,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        context=context,
+        num_chunks=-(-context // config.chunk_size),
+        total_error=total,
+        total_standard_error=total_standard,
+        problems=_problems(rows, loss, whole_loss, total, total_standard, parameter.dtype),
+    )
+
+
+def _problems(
+    rows: list[Row], loss: float, whole_loss: float, total: float, total_standard: float | None, dtype: torch.dtype
+) -> list[str]:
+    found = []
+    if not all(_finite(x) for row in rows for x in (row.norm, row.error)) or not _finite(loss):
+        found.append("the gradients or the loss are not finite")
+    loss_error = abs(loss - whole_loss) / max(abs(whole_loss), 1e-12)
+    if total_standard is None:
+        tolerance = TOLERANCE[dtype]
+        if loss_error > tolerance:
+            found.append(f"the losses differ by {loss_error:.1e}, more than {tolerance:.0e}")
+        if rows and rows[0].error > tolerance:
+            found.append(f"the gradient of {rows[0].name} is off by {rows[0].error:.1e}, more than {tolerance:.0e}")
+        return found
+    if loss_error > 1e-2:
+        found.append(f"the losses differ by {loss_error:.1e}, more than 1e-2")
+    if total > MAX_RATIO * total_standard:
+        found.append(
+            f"the error is {total / max(total_standard, 1e-30):.2f} x standard training's, more than {MAX_RATIO}"
+        )
+    if rows and rows[0].badness > MAX_PARAMETER_RATIO:
+        found.append(
+            f"the error of {rows[0].name} is {rows[0].badness:.2f} x standard training's, more than {MAX_PARAMETER_RATIO}"
+        )
+    return found
+
+
+def _whole_sequence_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    # Not the model's own loss: Hugging Face computes it in float32 even for a float64 model.
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(precision), ids[:, 1:].flatten())
+
+
+def _gradients(model: nn.Module, loss_of: Any) -> tuple[float, dict[str, Tensor]]:
+    """The loss and a copy of every trainable parameter's gradient, kept in host memory."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_of()
+    loss.backward()
+    found = {
+        name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.detach().to("cpu", copy=True)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), found
+
+
+def _float32_gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    dtype = next(model.parameters()).dtype
+    gc.collect()
+    model.float()
+    try:
+        return _gradients(model, lambda: _whole_sequence_loss(model, ids))[1]
+    finally:
+        # The weights came from `dtype`, so going back to it loses nothing.
+        model.to(dtype)
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.double()))
+
+
+def _finite(x: float) -> bool:
+    return x == x and abs(x) != float("inf")
+
+
+def _errors(name: str, truth: dict[str, Tensor], *candidates: dict[str, Tensor]) -> list[float]:
+    square_sum = sum(_norm(x) ** 2 for x in truth.values())
+    typical = (square_sum / sum(x.numel() for x in truth.values())) ** 0.5
+    scale = max(_norm(truth[name]), FLOOR * typical * truth[name].numel() ** 0.5, 1e-30)
+    return [_norm(candidate[name].double() - truth[name].double()) / scale for candidate in candidates]
+
+
+def _total_error(truth: dict[str, Tensor], candidate: dict[str, Tensor]) -> float:
+    wrong = sum(_norm(candidate[name].double() - x.double()) ** 2 for name, x in truth.items())
+    return (wrong / max(sum(_norm(x) ** 2 for x in truth.values()), 1e-60)) ** 0.5

@@ -1,0 +1,117 @@
+"""Dtypes other than float64: accumulation over chunks, mixed precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import assert_same_gradients, build, grads, random_ids, relative_error, whole_gradients
+from torch import Tensor
+
+import oomb
+
+
+def engine_gradients(model: Any, ids: Tensor, **config: Any) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    oomb.Engine(model, oomb.Config(**config)).loss(ids).backward()
+    return grads(model)
+
+
+def total_error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Relative error of the whole gradient as one vector."""
+    flat = [torch.cat([g.double().flatten() for g in side.values()]) for side in (actual, expected)]
+    return relative_error(*flat)
+
+
+@pytest.mark.parametrize("param_grad_dtype", ["auto", "param", "float32"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_float32_model(name: str, param_grad_dtype: str) -> None:
+    model = build(name, dtype=torch.float32)
+    ids = random_ids(2, 41)
+    _, expected = whole_gradients(model, ids)
+    actual = engine_gradients(model, ids, chunk_size=7, param_grad_dtype=param_grad_dtype)
+    assert_same_gradients(actual, expected, 2e-5, may_vanish=1e-6)
+    assert all(g.dtype == torch.float32 for g in actual.values())
+
+
+def bf16_pair(length: int) -> tuple[Any, Any, Tensor]:
+    """A bfloat16 model, and its equal in float32."""
+    model = build("llama", dtype=torch.bfloat16)
+    return model, copy.deepcopy(model).float(), random_ids(1, length)
+
+
+def test_float32_accumulation_over_many_chunks() -> None:
+    """A hundred contributions added in bfloat16 lose bits that float32 accumulation keeps."""
+    model, wide, ids = bf16_pair(400)
+    _, expected = whole_gradients(wide, ids)
+    errors = {}
+    for mode in ("param", "float32"):
+        actual = engine_gradients(model, ids, chunk_size=4, param_grad_dtype=mode)
+        assert all(g.dtype == torch.bfloat16 for g in actual.values())
+        errors[mode] = total_error(actual, expected)
+    assert errors["float32"] < 0.8 * errors["param"], errors
+
+
+def test_bf16_error_is_that_of_standard_training() -> None:
+    """Against float32, 32 chunks in bfloat16 err no more than whole-sequence bfloat16 training does."""
+    model, wide, ids = bf16_pair(256)
+    _, exact = whole_gradients(wide, ids)
+    standard = copy.deepcopy(model)
+    standard.set_attn_implementation("sdpa")
+    _, standard_gradients = whole_gradients(standard, ids)
+    chunked = engine_gradients(model, ids, chunk_size=8, param_grad_dtype="float32")
+    assert total_error(chunked, exact) <= 1.1 * total_error(standard_gradients, exact)
+
+
+@pytest.mark.parametrize("param_grad_dtype", ["param", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_existing_gradients_are_added_to(param_grad_dtype: str, dtype: torch.dtype) -> None:
+    model = build("llama", dtype=dtype)
+    ids = random_ids(1, 41)
+    engine = oomb.Engine(model, oomb.Config(chunk_size=7, param_grad_dtype=param_grad_dtype))
+    engine.loss(ids).backward()
+    once = grads(model)
+    engine.loss(ids).backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert_same_gradients(grads(model), {name: 2 * g for name, g in once.items()}, tolerance, may_vanish=1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_kv_at_rest_in_another_dtype(kv_dtype: str) -> None:
+    """Narrower pages cost precision, no more than their dtype's rounding explains, and wider ones cost nothing."""
+    model = build("llama", dtype=torch.float32)
+    ids = random_ids(1, 41)
+    _, expected = whole_gradients(model, ids)
+    actual = engine_gradients(model, ids, chunk_size=7, kv_dtype=kv_dtype, grad_dtype=kv_dtype)
+    error = total_error(actual, expected)
+    low, high = (0, 2e-5) if kv_dtype == "float32" else (1e-4, 5e-2)
+    assert low <= error <= high
+
+
+def test_autocast_holds_in_the_gradient_pass() -> None:
+    """backward() is called outside of the autocast block; the chunks must be recomputed as they were computed."""
+    model = build("llama", dtype=torch.float32)
+    ids = random_ids(2, 41)
+    seen: list[torch.dtype] = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    engine = oomb.Engine(model, oomb.Config(chunk_size=7))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = engine.loss(ids)
+    loss.backward()
+    assert len(seen) > 6 and set(seen) == {torch.bfloat16}
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_autocast_gradients() -> None:
+    model = build("llama", dtype=torch.float32)
+    ids = random_ids(2, 41)
+    _, exact = whole_gradients(model, ids)
+    standard = copy.deepcopy(model)
+    standard.set_attn_implementation("sdpa")
+    with torch.autocast("cpu", torch.bfloat16):
+        _, standard_gradients = whole_gradients(standard, ids)
+        loss = oomb.Engine(model, oomb.Config(chunk_size=7)).loss(ids)
+    loss.backward()
+    assert total_error(grads(model), exact) <= 1.2 * total_error(standard_gradients, exact)
