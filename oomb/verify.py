@@ -8,7 +8,6 @@ standard training is.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from oomb.config import Config
 from oomb.engine import Engine
-from oomb.presets import load_model, resolve_device, resolve_dtype
+from oomb.presets import load_model
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative error of a parameter's gradient, and of the loss. Hugging Face computes RoPE and norms in float32
@@ -115,8 +114,6 @@ def verify(
     if chunk_size >= context:
         raise ValueError(f"chunk_size {chunk_size} cuts nothing from a context of {context}; set it below the context")
     config = Config.from_dict({**(settings or {}), "chunk_size": chunk_size})
-    if resolve_dtype(dtype, resolve_device(device)) not in (*TOLERANCE, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype {dtype!r} cannot be verified")
     torch.manual_seed(seed)
     model = load_model(name_or_path, dtype=dtype, device=device, num_layers=num_layers)
     return compare(model, config, context=context, seed=seed)
@@ -135,14 +132,12 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
         loss, gradients = _gradients(model, lambda: engine.loss(ids))
         whole_loss, whole = _gradients(model, lambda: _whole_sequence_loss(model, ids))
         if parameter.dtype in TOLERANCE:
-            rows = [Row(name, _norm(whole[name]), *_errors(name, whole, gradients)) for name in whole]
+            rows = _rows(whole, gradients)
             total, total_standard = _total_error(whole, gradients), None
         else:
-            reference = _float32_gradients(model, ids)
-            rows = [
-                Row(name, _norm(reference[name]), *_errors(name, reference, gradients, whole)) for name in reference
-            ]
-            total, total_standard = _total_error(reference, gradients), _total_error(reference, whole)
+            truth = _float32_gradients(model, ids)
+            rows = _rows(truth, gradients, whole)
+            total, total_standard = _total_error(truth, gradients), _total_error(truth, whole)
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)
@@ -182,7 +177,8 @@ def _problems(
         )
     if rows and rows[0].badness > MAX_PARAMETER_RATIO:
         found.append(
-            f"the error of {rows[0].name} is {rows[0].badness:.2f} x standard training's, more than {MAX_PARAMETER_RATIO}"
+            f"the error of {rows[0].name} is {rows[0].badness:.2f} x standard training's, "
+            f"more than {MAX_PARAMETER_RATIO}"
         )
     return found
 
@@ -209,31 +205,41 @@ def _gradients(model: nn.Module, loss_of: Any) -> tuple[float, dict[str, Tensor]
 
 
 def _float32_gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    dtype = next(model.parameters()).dtype
-    gc.collect()
-    model.float()
+    # Parameters only: model.to() would also round the float32 tables of RoPE on the way back.
+    dtypes = [(p, p.dtype) for p in model.parameters()]
+    for p, _ in dtypes:
+        p.data = p.data.float()
     try:
         return _gradients(model, lambda: _whole_sequence_loss(model, ids))[1]
     finally:
-        # The weights came from `dtype`, so going back to it loses nothing.
-        model.to(dtype)
+        for p, dtype in dtypes:
+            p.data = p.data.to(dtype)
 
 
 def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x.double()))
 
 
+def _distance(a: Tensor, b: Tensor) -> float:
+    return _norm(a.double() - b.double())
+
+
 def _finite(x: float) -> bool:
     return x == x and abs(x) != float("inf")
 
 
-def _errors(name: str, truth: dict[str, Tensor], *candidates: dict[str, Tensor]) -> list[float]:
-    square_sum = sum(_norm(x) ** 2 for x in truth.values())
-    typical = (square_sum / sum(x.numel() for x in truth.values())) ** 0.5
-    scale = max(_norm(truth[name]), FLOOR * typical * truth[name].numel() ** 0.5, 1e-30)
-    return [_norm(candidate[name].double() - truth[name].double()) / scale for candidate in candidates]
+def _rows(truth: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[str, Tensor] | None = None) -> list[Row]:
+    norms = {name: _norm(x) for name, x in truth.items()}
+    num_elements = sum(x.numel() for x in truth.values())
+    typical = (sum(norm**2 for norm in norms.values()) / num_elements) ** 0.5
+    rows = []
+    for name, x in truth.items():
+        scale = max(norms[name], FLOOR * typical * x.numel() ** 0.5, 1e-30)
+        standard_error = None if standard is None else _distance(standard[name], x) / scale
+        rows.append(Row(name, norms[name], _distance(engine[name], x) / scale, standard_error))
+    return rows
 
 
 def _total_error(truth: dict[str, Tensor], candidate: dict[str, Tensor]) -> float:
-    wrong = sum(_norm(candidate[name].double() - x.double()) ** 2 for name, x in truth.items())
+    wrong = sum(_distance(candidate[name], x) ** 2 for name, x in truth.items())
     return (wrong / max(sum(_norm(x) ** 2 for x in truth.values()), 1e-60)) ** 0.5

@@ -4,18 +4,20 @@ The reference is an ordinary forward of the Hugging Face model over the whole se
 places in it drop from float64 to float32 whatever the model's dtype: eager attention (the softmax), the rotary tables
 and RMSNorm inside the modelling code, and the model's own loss (`logits.float()`). The first and the last are replaced
 here by float64 versions, `whole_attention` and `whole_logprobs`, which tests/test_exact.py holds to the originals. The
-second belongs to the model: it bounds the agreement at about 1e-7, unless `Float64Throughout` lifts it.
+second belongs to the model: it bounds the agreement at about 1e-7, unless `float64_throughout` lifts it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
 
@@ -333,20 +335,31 @@ def assert_same_gradients(
     assert compared, "every gradient vanishes"
 
 
-class Float64Throughout(TorchFunctionMode):
+@contextlib.contextmanager
+def float64_throughout() -> Iterator[None]:
     """Lifts the float32 islands of modelling code (RMSNorm, rotary tables, router softmax) to float64.
 
-    Inside it a cast of a float64 or integer tensor to float32 gives float64, so that chunked and whole-sequence
-    computations of a float64 model agree to rounding and an error of 1e-9 cannot hide below a float32 table.
+    Inside, what asks for float32 gets float64, so that chunked and whole-sequence computations of a float64 model agree
+    to rounding, and an error of 1e-9 cannot hide behind a float32 table.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name == "float" and args and isinstance(args[0], torch.Tensor):
-            return args[0].double()
-        if name in {"to", "type", "softmax", "log_softmax"}:
+    def lifted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+            kwargs = {key: torch.float64 if a is torch.float32 else a for key, a in kwargs.items()}
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        for place, name in LIFTED:
+            stack.enter_context(mock.patch.object(place, name, lifted(getattr(place, name))))
+        yield
+
+
+LIFTED = [
+    *((torch.Tensor, name) for name in ("to", "type", "softmax", "log_softmax")),
+    *((torch, name) for name in ("softmax", "log_softmax")),
+    *((nn.functional, name) for name in ("softmax", "log_softmax")),
+]

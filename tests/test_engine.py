@@ -14,7 +14,7 @@ import torch
 from families import (
     LENGTH,
     VOCAB,
-    Float64Throughout,
+    float64_throughout,
     assert_same_gradients,
     build,
     grads,
@@ -35,9 +35,9 @@ TOLERANCE = 1e-10
 
 
 @pytest.fixture(autouse=True)
-def float64_throughout() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """RMSNorm and the rotary tables in float64 too: then agreement is to rounding and a tolerance of 1e-10 is meant."""
-    with Float64Throughout():
+    with float64_throughout():
         yield
 
 
@@ -430,12 +430,18 @@ def test_lora(model: Any, settings: dict[str, Any]) -> None:
 
 
 def with_dropout(kind: str) -> Any:
+    """Dropout as a module, as a bare function call, and drawn by the router of a mixture of experts."""
     if kind == "lora":
         return lora(build("llama"), dropout=0.1)
-    return build("gpt2", resid_pdrop=0.1, embd_pdrop=0.1)
+    settings: dict[str, dict[str, float]] = {
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
+        "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1},
+        "mixtral": {"router_jitter_noise": 0.1},
+    }
+    return build(kind, **settings[kind])
 
 
-DROPOUT_KINDS = ["lora", "residual"]
+DROPOUT_KINDS = ["lora", "gpt2", "starcoder2"]
 
 
 def seeded_loss(engine: oomb.Engine, ids: Tensor, seed: int = 0) -> Tensor:
@@ -474,6 +480,24 @@ def test_dropout_gradient_is_the_derivative_of_the_loss(
         assert (p.grad * direction).sum().item() == pytest.approx(slope, rel=1e-5, abs=1e-8), name
 
 
+@pytest.mark.parametrize("kind", [*DROPOUT_KINDS, "mixtral"])
+def test_gradient_pass_recomputes_what_the_fill_pass_computed(kind: str) -> None:
+    model = with_dropout(kind)
+    engine = engine_for(model, keep_last_chunk=False, checkpoint_layers=False)
+    seen: list[Tensor] = []
+    last_norm = [m for m in model.modules() if type(m).__name__.endswith("Norm")][-1]
+    last_norm.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+    loss = engine.loss(random_ids(2, LENGTH))
+    filled = list(seen)
+    seen.clear()
+    loss.backward()
+    assert len(filled) == len(seen) == -(-LENGTH // CHUNK)
+    assert all(torch.equal(a, b) for a, b in zip(seen, reversed(filled), strict=True))
+    # The draw matters: another one gives another result.
+    with torch.no_grad():
+        assert not torch.equal(seeded_loss(engine, random_ids(2, LENGTH), seed=5), loss)
+
+
 @pytest.mark.parametrize("kind", DROPOUT_KINDS)
 def test_dropout_repeats_with_the_seed(kind: str) -> None:
     model = with_dropout(kind)
@@ -506,7 +530,7 @@ def test_dropout_of_calls_alive_together(kind: str) -> None:
             assert_same_gradients(backward_gradients(model, losses[index]), alone[index], TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", DROPOUT_KINDS)
+@pytest.mark.parametrize("kind", ["lora", "gpt2"])
 def test_dropout_falls_differently_in_every_chunk_and_alike_in_both_passes(kind: str) -> None:
     model = with_dropout(kind)
     engine = engine_for(model, chunk_size=8, keep_last_chunk=False, checkpoint_layers=False)
@@ -549,24 +573,19 @@ def test_no_dropout_in_eval_mode(kind: str) -> None:
     check_loss(with_dropout(kind).eval(), random_ids(2, LENGTH))
 
 
-def test_a_model_without_dropout_draws_no_random_numbers(model: Any) -> None:
-    before = torch.get_rng_state()
-    engine_for(model).loss(random_ids(1, LENGTH)).backward()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # The model is left as it was found
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """All there is to see of a model but its gradients."""
-    hook_tables = [key for key in vars(model) if key.endswith("_hooks")]
     state: dict[str, Any] = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
     for name, module in model.named_modules():
         state[f"{name} class"] = type(module)
         state[f"{name} training"] = module.training
         state[f"{name} attributes"] = set(vars(module))
-        state[f"{name} hooks"] = {key: len(vars(module)[key] or ()) for key in hook_tables}
+        state[f"{name} hooks"] = {
+            key: len(table or ()) for key, table in vars(module).items() if key.endswith("_hooks")
+        }
         state[f"{name} forward"] = module.forward.__func__
         state[f"{name} compiled"] = module._compiled_call_impl
         state[f"{name} checkpointing"] = getattr(module, "gradient_checkpointing", None)
@@ -585,7 +604,9 @@ def assert_same_snapshot(actual: dict[str, Any], expected: dict[str, Any]) -> No
         if isinstance(value, Tensor):
             assert torch.equal(actual[key], value), key
         elif isinstance(value, tuple):
-            same = [torch.equal(a, b) if isinstance(b, Tensor) else a == b for a, b in zip(actual[key], value, strict=True)]
+            same = [
+                torch.equal(a, b) if isinstance(b, Tensor) else a == b for a, b in zip(actual[key], value, strict=True)
+            ]
             assert all(same), key
         else:
             assert actual[key] == value, key
@@ -667,7 +688,9 @@ def test_a_failure_in_the_middle_leaves_the_model_as_found(model: Any, fail_in: 
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
 
 
-def live_tensors() -> int:
+def live_tensors(model: Any) -> int:
+    """Tensors that Python holds, the model's gradients aside."""
+    model.zero_grad()
     gc.collect()
     return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
@@ -688,21 +711,21 @@ def test_nothing_is_held_after_a_call(model: Any, ending: str) -> None:
                 loss.backward()
 
     step()
-    before = live_tensors()
+    before = live_tensors(model)
     step()
-    assert live_tensors() == before
+    assert live_tensors(model) == before
 
 
 def test_pages_are_freed_by_the_backward_itself(model: Any) -> None:
     """A loss kept for logging must not keep the sequence's pages."""
     engine = engine_for(model)
     engine.loss(random_ids(2, LENGTH)).backward()
-    before = live_tensors()
+    before = live_tensors(model)
     loss = engine.loss(random_ids(2, LENGTH))
-    while_alive = live_tensors()
+    while_alive = live_tensors(model)
     loss.backward()
-    # The loss itself and the few small tensors of its graph may remain.
-    assert live_tensors() - before <= 8 < while_alive - before
+    # The loss, the ids and the few small tensors of its graph may remain; K and V of three layers may not.
+    assert live_tensors(model) - before < 6 <= while_alive - before
 
 
 def test_vocabulary_tiles_do_not_matter(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

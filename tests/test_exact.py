@@ -18,7 +18,7 @@ from families import (
     LENGTH,
     SIZES,
     VOCAB,
-    Float64Throughout,
+    float64_throughout,
     assert_same_gradients,
     build,
     grads,
@@ -40,8 +40,9 @@ MOE = [name for name, family in FAMILIES.items() if family.is_moe]
 
 
 def check(model: Any, ids: torch.Tensor, chunk_size: int, tolerance: float, **config: Any) -> None:
+    engine = oomb.Engine(model, oomb.Config(chunk_size=chunk_size, **config))
     expected_loss, expected = whole_gradients(model, ids)
-    loss = oomb.Engine(model, oomb.Config(chunk_size=chunk_size, **config)).loss(ids)
+    loss = engine.loss(ids)
     assert loss.shape == () and loss.requires_grad
     assert relative_error(loss.detach(), expected_loss) <= tolerance
     loss.backward()
@@ -56,7 +57,7 @@ def test_family(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.native_float64])
 def test_family_in_float64_throughout(name: str) -> None:
-    with Float64Throughout():
+    with float64_throughout():
         check(build(name), random_ids(2, LENGTH), CHUNK, 1e-10)
 
 
@@ -70,20 +71,20 @@ def test_moe_in_float32(name: str) -> None:
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3_longrope_long", "gpt_oss", "gpt2"])
 def test_chunk_size(name: str, chunk_size: int) -> None:
-    with Float64Throughout():
+    with float64_throughout():
         check(build(name), random_ids(2, LENGTH), chunk_size, 1e-10)
 
 
 @pytest.mark.parametrize("length", [2, 6, 7, 8, 14, 15])
 @pytest.mark.parametrize("name", ["mistral_sliding", "llama_dynamic_rope"])
 def test_length_around_the_chunk_boundary(name: str, length: int) -> None:
-    with Float64Throughout():
+    with float64_throughout():
         check(build(name), random_ids(1, length), CHUNK, 1e-10)
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 7, 8, 14, 40, 41, 64])
 def test_window_around_the_chunk_boundary(window: int) -> None:
-    with Float64Throughout():
+    with float64_throughout():
         check(build("mistral_sliding", sliding_window=window), random_ids(1, LENGTH), CHUNK, 1e-10)
 
 
@@ -92,7 +93,7 @@ def test_window_around_the_chunk_boundary(window: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_what_is_recomputed_does_not_matter(name: str, checkpoint_layers: bool, keep_last_chunk: bool) -> None:
     settings = {"checkpoint_layers": checkpoint_layers, "keep_last_chunk": keep_last_chunk}
-    with Float64Throughout():
+    with float64_throughout():
         check(build(name), random_ids(2, LENGTH), CHUNK, 1e-10, **settings)
 
 
@@ -206,16 +207,7 @@ def build_any(model_type: str) -> Any:
             randomize(model, torch.Generator().manual_seed(0))
             model.train()
             whole_loss(model, random_ids(1, 3))
-        except (
-            AssertionError,
-            AttributeError,
-            ImportError,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as e:
+        except Exception as e:  # whatever this architecture makes of settings that are not its own
             reason = f"{type(e).__name__}: {e}"
         else:
             return model
@@ -224,13 +216,12 @@ def build_any(model_type: str) -> Any:
 
 @pytest.mark.parametrize("model_type", OTHER_TYPES)
 def test_any_other_architecture_is_exact_or_refused(model_type: str) -> None:
-    """Every causal LM there is: refused by a message that names its class, or trained exactly; never trained wrongly."""
+    """Every causal LM there is: refused by a message that names a class of it, or trained exactly."""
     model = build_any(model_type)
     try:
-        oomb.Engine(model, oomb.Config(chunk_size=CHUNK))
+        with float64_throughout():
+            check(model, random_ids(2, 23), CHUNK, 1e-10)
     except UnsupportedModelError as refusal:
-        names = {type(module).__name__ for module in model.modules()} | set(dict(model.named_modules())) - {""}
-        assert any(name in str(refusal) for name in names), f"names neither class nor layer: {refusal}"
-        return
-    with Float64Throughout():
-        check(model, random_ids(2, 23), CHUNK, 1e-10)
+        names = {type(module).__name__ for module in model.modules()}
+        assert any(name in str(refusal) for name in names), f"names no class of the model: {refusal}"
+        assert all(p.grad is None for p in model.parameters())

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oomb.attention.combine import add, merge
 from oomb.attention.kernels import Ask, Kernel, choose
 
 
@@ -44,13 +45,15 @@ class Spec:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of keys attended to at once. `past` of its keys come from the past, starting at token `start`."""
+    """A run of keys attended to at once. `past` of its keys come from the past, starting at token `start`; the last run
+    ends with the chunk itself."""
 
     start: int
     past: int
     k: Tensor
     v: Tensor
     mask: dict[str, Any]
+    is_last: bool
 
 
 def attend(
@@ -61,8 +64,11 @@ def attend(
     out: Tensor | None = None
     lse: Tensor | None = None
     for run in _runs(k, v, past, spec):
-        o, l = kernel.forward(q, run.k, run.v, **run.mask)
-        out, lse = (o, l) if out is None or lse is None else merge(out, lse, o, l)
+        out_run, lse_run = kernel.forward(q, run.k, run.v, **run.mask)
+        if out is None or lse is None:
+            out, lse = out_run, lse_run
+        else:
+            out, lse = merge(out, lse, out_run, lse_run, q.dtype if run.is_last and sinks is None else None)
     assert out is not None and lse is not None
     if sinks is not None:
         whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
@@ -88,7 +94,7 @@ def attend_backward(
     for run in _runs(k, v, past, spec):
         dq_run, dk, dv = kernel.backward(dout, q, run.k, run.v, out, lse, **run.mask)
         # Shares of dq are summed in float32: with bfloat16 each of them would cost a rounding.
-        dq = dq_run if dq is None else _wide(dq).add_(dq_run)
+        dq = dq_run if dq is None else add(dq, dq_run, q.dtype if run.is_last else None)
         if run.past:
             past.add_grad(run.start, dk[:, :, : run.past], dv[:, :, : run.past])
         if run.past < run.k.shape[2]:
@@ -96,13 +102,13 @@ def attend_backward(
     assert dq is not None and own is not None
     later = past.own_grad()
     if later is not None:
-        own = tuple((_wide(g) + late).to(k.dtype) for g, late in zip(own, later, strict=True))  # type: ignore[assignment]
+        own = (own[0] + later[0]).to(k.dtype), (own[1] + later[1]).to(v.dtype)
     dsinks = None
     if sinks is not None:
         # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
         delta = (dout.to(lse.dtype) * out).sum(-1)
         dsinks = -((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-    return dq.to(q.dtype), own[0], own[1], dsinks
+    return dq, own[0], own[1], dsinks
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -132,17 +138,6 @@ class ChunkAttention(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def merge(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions over disjoint keys as one over their union. May overwrite `out` where that is float32 or wider."""
-    whole = torch.logaddexp(lse, lse2)
-    share, share2 = ((part - whole).exp().unsqueeze(-1) for part in (lse, lse2))
-    return _wide(out).mul_(share).addcmul_(out2.to(share2.dtype), share2), whole
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x
-
-
 def _kernel(q: Tensor, v: Tensor, past: Past, spec: Spec) -> Kernel:
     ask = Ask(
         device=q.device.type,
@@ -165,11 +160,11 @@ def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
     window = _window(k, past, spec)
     if window is None:
         for start, k_seg, v_seg in past.segments(0):
-            yield Run(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False})
-        yield Run(past.length, 0, k, v, {**mask, "causal": True})
+            yield Run(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False}, is_last=False)
+        yield Run(past.length, 0, k, v, {**mask, "causal": True}, is_last=True)
         return
     # A window reaches back a bounded way: one run, put together from the end of the past and the chunk.
     first = max(0, past.length - window + 1)
     segments = list(past.segments(first))
     k, v = (torch.cat([*(s[i] for s in segments), own], dim=2) for i, own in ((1, k), (2, v)))
-    yield Run(first, past.length - first, k, v, {**mask, "causal": True, "window": window})
+    yield Run(first, past.length - first, k, v, {**mask, "causal": True, "window": window}, is_last=True)

@@ -86,10 +86,9 @@ def _cudnn_backward(
     window: None = None,
     softcap: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    none = torch.empty(0, device=q.device)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, none, none, none, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )
 
 

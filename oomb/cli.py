@@ -1,0 +1,333 @@
+"""The command line: `oomb train`, `oomb verify`, `oomb bench`. Thin; torch is imported only once a command runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from oomb import __version__, presets
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
+    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb verify MODEL[/] checks the gradients of your "
+    "own model. [bold]oomb bench[/] measures time and memory beside standard training.",
+)
+
+EXIT_NOT_TRUSTED = 1
+EXIT_BAD_INPUT = 2
+PRESET_NAMES = ", ".join(presets.PRESETS)
+
+ChunkSize = Annotated[
+    int | None,
+    typer.Option("--chunk_size", help="Tokens per chunk. More is faster on a GPU and takes more memory. Default 4096."),
+]
+Kernels = Annotated[str, typer.Option("--kernels", help="Attention kernels: auto, cudnn, flash or torch.")]
+Fuse = Annotated[str, typer.Option("--fuse", help="Fusing by torch.compile: auto (on a GPU), compile or off.")]
+Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16 or float16.")
+]
+
+
+@contextmanager
+def _one_clear_message() -> Iterator[None]:
+    """Errors a person can act on are one message and exit code 2. OOMB_DEBUG=1 shows the traceback as well."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _fail(str(error), error)
+    except RuntimeError as error:
+        # torch.OutOfMemoryError is a RuntimeError; importing torch here to name it would slow every command.
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        _fail(
+            f"the GPU ran out of memory ({str(error).splitlines()[0]}); lower --chunk_size, the batch or the context",
+            error,
+        )
+
+
+def _fail(message: str, error: Exception) -> None:
+    if os.environ.get("OOMB_DEBUG"):
+        raise error
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(EXIT_BAD_INPUT) from error
+
+
+def _quiet() -> None:
+    """transformers logs advice on standard error that does not apply to a run of ours, and would tear the bar."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _engine_settings(chunk_size: int | None, kernels: str, fuse: str) -> dict[str, Any]:
+    from oomb.config import Config
+
+    chosen: dict[str, Any] = {"kernels": kernels, "fuse": fuse}
+    if chunk_size is not None:
+        chosen["chunk_size"] = chunk_size
+    Config.from_dict(chosen)
+    return chosen
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens: "4096", "32K" (= 32768), "1M" (= 1048576)."""
+    match = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a number of tokens; write 4096, 32K or 1M (K = 1024)")
+    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
+
+
+def parse_list(text: str, parse: Callable[[str], T]) -> list[T]:
+    parts = [part for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError("the list is empty; separate its items by commas, as in 32K,64K,1M")
+    return [parse(part) for part in parts]
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"oomb {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    model_name_or_path: Annotated[
+        str,
+        typer.Option(
+            "--model_name_or_path",
+            help=f"A folder that save_pretrained wrote, a hub id (owner/name), or a preset with random weights: "
+            f"{PRESET_NAMES}.",
+        ),
+    ] = "demo",
+    tokenizer_name: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer_name", help="Folder or hub id of a tokenizer, if not the model's. Presets read bytes."
+        ),
+    ] = None,
+    dataset: Annotated[
+        str,
+        typer.Option("--dataset", help="A text file, a folder of text files, or stdlib: Python's own library source."),
+    ] = "stdlib",
+    max_length: Annotated[
+        str, typer.Option("--max_length", help="Context: tokens per training window. 16384 and 16K are the same.")
+    ] = "16384",
+    max_steps: Annotated[
+        int | None,
+        typer.Option("--max_steps", help="Optimizer steps. Default: one epoch; the demo: 20, with a GPU 200."),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--learning_rate", help="Peak learning rate of AdamW. Default: 5e-5; the demo: 3e-3."),
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option("--warmup_steps", help="Steps to reach it. Default: a tenth, at most 100.")
+    ] = None,
+    lr_scheduler_type: Annotated[
+        str, typer.Option("--lr_scheduler_type", help="What the rate does then: cosine, linear, constant, …")
+    ] = "cosine",
+    weight_decay: Annotated[float, typer.Option("--weight_decay", help="AdamW's weight decay.")] = 0.0,
+    max_grad_norm: Annotated[
+        float, typer.Option("--max_grad_norm", help="Clip gradients to this norm; 0: never.")
+    ] = 1.0,
+    per_device_train_batch_size: Annotated[
+        int, typer.Option("--per_device_train_batch_size", help="Windows computed at once.")
+    ] = 1,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option("--gradient_accumulation_steps", help="Batches per optimizer step.")
+    ] = 1,
+    max_eval_samples: Annotated[
+        int, typer.Option("--max_eval_samples", help="Windows held out, for a loss before and after. 0: none.")
+    ] = 1,
+    output_dir: Annotated[
+        str | None, typer.Option("--output_dir", help="Where to save. Default: a new folder under runs/.")
+    ] = None,
+    overwrite_output_dir: Annotated[
+        bool, typer.Option("--overwrite_output_dir", help="Replace a model that --output_dir already holds.")
+    ] = False,
+    save_steps: Annotated[
+        int | None,
+        typer.Option("--save_steps", help="Write a checkpoint every so many steps. Default: only the model."),
+    ] = None,
+    resume_from_checkpoint: Annotated[
+        str | None, typer.Option("--resume_from_checkpoint", help="A checkpoint folder to go on from.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of weights, order and dropout.")] = 42,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    chunk_size: ChunkSize = None,
+    kernels: Kernels = "auto",
+    fuse: Fuse = "auto",
+) -> None:
+    """Train a causal language model on long windows of text.
+
+    Without arguments: the built-in example, a small byte-level model from scratch on the source of Python's standard
+    library at a 16K-token context. It takes a few minutes on two CPU cores.
+
+    With your own: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/]
+
+    The model goes to OUTPUT_DIR/model, a JSON line per step to OUTPUT_DIR/metrics.jsonl. Ctrl-C stops at the next
+    chunk and saves.
+    """
+    with _one_clear_message():
+        settings = {name: value for name, value in locals().items() if name not in ("chunk_size", "kernels", "fuse")}
+        settings["max_length"] = parse_tokens(max_length)
+        settings["engine"] = _engine_settings(chunk_size, kernels, fuse)
+        presets.check_model_name(model_name_or_path)
+        _quiet()
+        from oomb.train import Settings, run
+
+        code = run(Settings(**settings), Console())
+    raise typer.Exit(code)
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
+    ],
+    context: Annotated[str, typer.Option("--context", help="Tokens to compare on.")] = "2048",
+    chunk_size: Annotated[int, typer.Option("--chunk_size", help="Tokens per chunk.")] = 512,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            help="float64, float32, bfloat16 or float16. Half precisions are compared to a float32 reference.",
+        ),
+    ] = "float32",
+    device: Device = "auto",
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
+    kernels: Kernels = "auto",
+    fuse: Fuse = "auto",
+) -> None:
+    """Compare chunked with whole-sequence gradients, for every parameter of your model, on your machine.
+
+    Whole-sequence training is the model's ordinary forward and autograd. Dropout is off. Ends with one line, and with
+    exit code 0 for "trust it", 1 for "do not trust", 2 where the comparison could not be made.
+    """
+    with _one_clear_message():
+        presets.check_model_name(model)
+        _quiet()
+        from oomb.verify import verify as compare
+
+        comparison = compare(
+            model,
+            context=parse_tokens(context),
+            chunk_size=chunk_size,
+            dtype=dtype,
+            device=device,
+            num_layers=layers,
+            settings=_engine_settings(None, kernels, fuse),
+            seed=seed,
+        )
+    console = Console()
+    console.print(comparison.table())
+    console.print(
+        f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} as a whole, "
+        f"difference {abs(comparison.loss - comparison.whole_loss):.1e}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    color = "green" if comparison.trusted else "red"
+    console.print(f"[bold {color}]{escape(comparison.verdict)}[/]", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if comparison.trusted else EXIT_NOT_TRUSTED)
+
+
+@app.command()
+def bench(
+    model_name_or_path: Annotated[
+        str | None,
+        typer.Option(
+            "--model_name_or_path", help="A preset, folder or hub id. Default: qwen2.5-7b on a GPU, else demo."
+        ),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option("--contexts", help="Contexts, as in 32K,64K,1M. Default: 32K,64K on a GPU, else 2K,4K."),
+    ] = None,
+    modes: Annotated[
+        str,
+        typer.Option("--modes", help="What to measure: oomb, standard (whole sequence, checkpointed layers), or both."),
+    ] = "oomb,standard",
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters only; needs the peft package.")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed steps per row, after one that warms up.")] = 2,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the figures and the machine to this JSON file.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    chunk_size: Annotated[int, typer.Option("--chunk_size", help="Tokens per chunk.")] = 4096,
+    kernels: Kernels = "auto",
+    fuse: Fuse = "auto",
+) -> None:
+    """Measure time, tokens/s, MFU and peak memory of a training step, with standard training beside it.
+
+    Forward and backward of one sequence of random tokens, all gradients, no optimizer.
+    """
+    with _one_clear_message():
+        if repeats < 1:
+            raise ValueError(f"--repeats is {repeats}; it must be 1 or more")
+        chosen_modes = parse_list(modes, str.strip)
+        for mode in chosen_modes:
+            if mode not in ("oomb", "standard"):
+                raise ValueError(f"--modes has {mode!r}; the modes are oomb and standard")
+        place = presets.resolve_device(device)
+        on_gpu = place.type == "cuda"
+        name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
+        presets.check_model_name(name)
+        lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
+        settings = _engine_settings(None, kernels, fuse)
+        precision = str(presets.resolve_dtype(dtype, place)).removeprefix("torch.")
+        _quiet()
+        from oomb import bench as benchmark
+
+        report = benchmark.run(
+            name,
+            lengths,
+            modes=chosen_modes,
+            chunk_size=chunk_size,
+            dtype=precision,
+            device=str(place),
+            lora=lora,
+            repeats=repeats,
+            settings=settings,
+        )
+    console = Console()
+    console.print(report.table())
+    if output is not None:
+        report.save(output)
+        console.print(f"written to {output}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()
