@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +29,13 @@ from oomb.config import Config
 from oomb.engine import Engine
 from oomb.presets import load_model
 
-VARIANTS = {
-    "oomb": {},
-    "oomb, sums in bfloat16": {"param_grad_dtype": "param"},
-    "oomb, sums in float32": {"param_grad_dtype": "float32"},
-    "oomb, dK/dV in float32": {"param_grad_dtype": "param", "grad_dtype": "float32"},
-    "oomb, both in float32": {"param_grad_dtype": "float32", "grad_dtype": "float32"},
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "bf16-sums": {"param_grad_dtype": "param"},
+    "f32-sums": {"param_grad_dtype": "float32"},
+    "f32-pages": {"param_grad_dtype": "param", "grad_dtype": "float32"},
+    "kept-attention": {"keep_attention": True},
+    "f32-both": {"param_grad_dtype": "float32", "grad_dtype": "float32"},
 }
 
 
@@ -72,7 +73,11 @@ def errors(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, 
         key = f"layer {layer[1]}" if layer else name
         off, norm, along = sums.setdefault(key, [0.0, 0.0, 0.0])
         g = grads[name].float()
-        sums[key] = [off + float((g - ref).square().sum()), norm + float(ref.square().sum()), along + float((g * ref).sum())]
+        sums[key] = [
+            off + float((g - ref).square().sum()),
+            norm + float(ref.square().sum()),
+            along + float((g * ref).sum()),
+        ]
     return {key: ((off / norm) ** 0.5, along / norm) for key, (off, norm, along) in sums.items()}
 
 
@@ -80,7 +85,7 @@ def main(
     model: str = "qwen2.5-7b",
     context: int = 16384,
     chunk_size: int = 512,
-    variants: Annotated[str, typer.Option(help="comma-separated, or all")] = "all",
+    variants: Annotated[str, typer.Option(help=f"all, or some of {','.join(VARIANTS)}")] = "all",
     out: Path | None = None,
 ) -> None:
     torch.manual_seed(0)
@@ -96,10 +101,12 @@ def main(
     results = {"standard": errors(take_grads(network), reference)}
     for name in VARIANTS if variants == "all" else variants.split(","):
         step = EngineStep(Engine(network, Config(chunk_size=chunk_size, **VARIANTS[name])))
-        losses[name] = float(step(ids))
-        results[name] = errors(take_grads(network), reference)
+        losses[f"oomb {name}"] = float(step(ids))
+        results[f"oomb {name}"] = errors(take_grads(network), reference)
 
-    table = Table(title=f"{model}, {context:,} tokens, {-(-context // chunk_size)} chunks: gradient error against float32")
+    table = Table(
+        title=f"{model}, {context:,} tokens, {-(-context // chunk_size)} chunks: gradient error against float32"
+    )
     for column in ("", "loss", "worst layer", "median layer", "worst ratio to standard", "shortest", "longest"):
         table.add_column(column, justify="right" if column else "left")
     summary = {}

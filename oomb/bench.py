@@ -31,6 +31,12 @@ from oomb.presets import load_model
 MODES = ("oomb", "standard")
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "B200": 2250}
 """Dense bfloat16 rates by the vendors' datasheets, for MFU. Model names are looked up in the device's name."""
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 LOSS_TOLERANCE, GRAD_TOLERANCE = 0.01, 0.1
 """How far (relative) the modes may be apart in bfloat16 before a row counts as wrong."""
 
@@ -117,7 +123,7 @@ def run(
     engine.progress = on_chunk
     vocab, place = engine.model.vocab_size, engine.model.device
     steps: dict[str, Callable[[Tensor], Tensor]] = {"standard": StandardStep(network), "oomb": EngineStep(engine)}
-    rows = []
+    rows: list[Row] = []
     for context in sorted(contexts):
         ids = torch.randint(1, vocab, (1, context), generator=torch.Generator().manual_seed(context))
         sample: dict[str, Tensor] = {}
@@ -127,13 +133,15 @@ def run(
             if mode == "oomb":
                 row.page_bytes = steps[mode].page_bytes  # type: ignore[attr-defined]
             if row.problem is None:
-                _compare(row, next((r for r in rows if r.context == context and r.problem is None), None), network, sample)
+                _compare(
+                    row, next((r for r in rows if r.context == context and r.problem is None), None), network, sample
+                )
             _reset(network)
             rows.append(row)
             if on_row is not None:
                 on_row(row)
-    used = {**asdict(config), "fused": engine.fuse, "dtype": str(next(network.parameters()).dtype).removeprefix("torch."),
-            "lora": lora, "repeats": repeats}  # fmt: skip
+    precision = str(next(network.parameters()).dtype).removeprefix("torch.")
+    used = {**asdict(config), "fused": engine.fuse, "dtype": precision, "lora": lora, "repeats": repeats}
     return Report(model=model, settings=used, machine=metrics.machine(), rows=rows)
 
 
@@ -167,7 +175,12 @@ class StandardStep:
         was_training = self.network.training
         self.network.train()
         self.model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        order = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
         try:
             with sdpa_kernel(order, set_priority=True):
                 hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
@@ -188,7 +201,7 @@ def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
             from peft import LoraConfig, get_peft_model
         except ImportError:
             raise ValueError("--lora needs peft: pip install 'oomb[peft]'") from None
-        network = get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))  # type: ignore[arg-type]
+        network = get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
     return network.train()
 
 

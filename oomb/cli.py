@@ -48,7 +48,7 @@ def _one_clear_message() -> Iterator[None]:
     """Errors a person can act on are one message and exit code 2. OOMB_DEBUG=1 shows the traceback as well."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         _fail(str(error), error)
     except RuntimeError as error:
         # torch.OutOfMemoryError is a RuntimeError; importing torch here to name it would slow every command.
@@ -140,11 +140,11 @@ def train(
     ] = "16384",
     max_steps: Annotated[
         int | None,
-        typer.Option("--max_steps", help="Optimizer steps. Default: one epoch; the demo: 20, with a GPU 200."),
+        typer.Option("--max_steps", help="Optimizer steps. Default: one epoch; the demo: 30, with a GPU 200."),
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option("--learning_rate", help="Peak learning rate of AdamW. Default: 5e-5; the demo: 3e-3."),
+        typer.Option("--learning_rate", help="Peak learning rate of AdamW. Default: 5e-5; the demo: 4e-3."),
     ] = None,
     warmup_steps: Annotated[
         int | None, typer.Option("--warmup_steps", help="Steps to reach it. Default: a tenth, at most 100.")
@@ -311,6 +311,7 @@ def bench(
         _quiet()
         from oomb import bench as benchmark
 
+        console = Console()
         report = benchmark.run(
             name,
             lengths,
@@ -321,12 +322,15 @@ def bench(
             lora=lora,
             repeats=repeats,
             settings=settings,
+            on_row=lambda row: console.print(f"measured {row.mode} at {row.context:,} tokens", style="dim"),
         )
-    console = Console()
     console.print(report.table())
     if output is not None:
         report.save(output)
         console.print(f"written to {output}", highlight=False, soft_wrap=True)
+    if not report.is_right:
+        console.print("[bold red]a row's gradients are wrong; its time means nothing[/]")
+        raise typer.Exit(EXIT_NOT_TRUSTED)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,13 @@ def load(
     skipped: list[Path] = []
     pieces: list[np.ndarray] = []
     num_tokens = 0
-    may_skip = len(documents) > 1
     for path in documents:
-        token_ids = _read(path, tokenizer, may_skip=may_skip, any_encoding=dataset == STDLIB)
+        # Old modules of the standard library are in Latin-1 here and there.
+        token_ids = _read(path, tokenizer, is_only=len(documents) == 1, any_encoding=dataset == STDLIB)
         if token_ids is None:
             skipped.append(path)
+            continue
+        if len(token_ids) == 0:
             continue
         pieces.append(token_ids)
         num_tokens += len(token_ids)
@@ -96,15 +98,16 @@ def load(
             break
     if num_tokens < max_length:
         unit = "tokens" if tokenizer is not None else "tokens (bytes)"
-        raise ValueError(
-            f"{root} has {num_tokens} {unit} and one window needs {max_length}: "
-            f"set max_length to {max(num_tokens, 2)} or less, or give more text"
-        )
+        remedy = f"set max_length to {num_tokens} or less, or give more text" if num_tokens > 1 else "give some text"
+        left_out = f" ({len(skipped)} of its files hold no text)" if skipped else ""
+        raise ValueError(f"{root} has {num_tokens} {unit}{left_out} and one window needs {max_length}: {remedy}")
     windows = torch.from_numpy(np.concatenate(pieces))
     windows = windows[: len(windows) // max_length * max_length]
     num_windows = len(windows) // max_length
-    # Never more than a fifth of the text, but one window as soon as there are two.
-    num_held_out = min(num_held_out, max(num_windows // 5, 1), num_windows - 1)
+    num_held_out = min(num_held_out, num_windows - 1)
+    if enough is None or num_tokens < enough:
+        # All the text there is: hold out a fifth of it at most, but one window as soon as there are two.
+        num_held_out = min(num_held_out, max(num_windows // 5, 1))
     border = (num_windows - num_held_out) * max_length
     return Split(
         train=Windows(windows[:border], max_length),
@@ -154,18 +157,20 @@ def _in_fixed_order(files: list[Path], root: Path) -> list[Path]:
 
 
 def _read(
-    path: Path, tokenizer: PreTrainedTokenizerBase | None, *, may_skip: bool, any_encoding: bool
+    path: Path, tokenizer: PreTrainedTokenizerBase | None, *, is_only: bool, any_encoding: bool
 ) -> np.ndarray | None:
-    """Token ids of one document and its separator, or None where it holds no text and may be skipped."""
+    """Token ids of one document and its separator. None, or an error if it is the only one, where it is not text."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    problem = _why_not_text(raw, any_encoding=any_encoding)
+    problem = None if any_encoding else _why_not_text(raw)
     if problem is not None:
-        if may_skip:
+        if not is_only:
             return None
         raise ValueError(f"{path} {problem}; give a UTF-8 text file")
+    if not raw.strip():
+        return np.empty(0, dtype=np.int32)
     if tokenizer is None:
         return np.append(np.frombuffer(raw, dtype=np.uint8).astype(np.int32), np.int32(SEPARATOR_ID))
     text = raw.decode("utf-8", errors="replace")
@@ -174,11 +179,7 @@ def _read(
     return np.asarray([*token_ids, *_separator_of(tokenizer)], dtype=np.int32)
 
 
-def _why_not_text(raw: bytes, *, any_encoding: bool) -> str | None:
-    if not raw.strip():
-        return "is empty"
-    if any_encoding:
-        return None
+def _why_not_text(raw: bytes) -> str | None:
     if b"\0" in raw:
         return "is binary, not text"
     try:

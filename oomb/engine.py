@@ -13,8 +13,9 @@ of one chunk. B batch, T tokens, N = B x T rows, D hidden size.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from oomb.loss import IGNORED, TiledHead
 from oomb.memory import PageStore
 from oomb.model import CausalLM, UnsupportedModelError
 
-FLOAT32_SUMS_FROM = 64
-"""With param_grad_dtype="auto", from this many chunks on parameter gradients are summed in float32."""
+FLOAT32_SUMS_SHARE = 0.25
+"""With param_grad_dtype="auto", parameter gradients are summed in float32 if that takes at most this share of a GPU.
+The rule does not look at the sequence, so that a longer one takes more pages and nothing else."""
 
 
 class Engine:
@@ -45,6 +47,7 @@ class Engine:
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
         self.keeper: weakref.ref[Sequence] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
+        self.sums_in_float32 = self._decide_float32_sums()
         self.page_bytes = 0
         """Bytes that the pages of the latest gradient pass took at their peak."""
 
@@ -75,6 +78,14 @@ class Engine:
         pad = self.model.pad_token_id
         return Batch.check(input_ids, labels, attention_mask, vocab_size=self.model.vocab_size, pad_token_id=pad)
 
+    def _decide_float32_sums(self) -> bool:
+        if self.config.param_grad_dtype != "auto":
+            return self.config.param_grad_dtype == "float32"
+        if self.model.device.type != "cuda":
+            return True
+        room = FLOAT32_SUMS_SHARE * torch.cuda.get_device_properties(self.model.device).total_memory
+        return pending_bytes(self.model.parameters(), in_float32=True) <= room
+
     def _target_logprobs(self, batch: Batch) -> Tensor:
         """[B, T]: log-probability of every position's target. Its backward is the gradient pass."""
         sequence = Sequence(self, batch)
@@ -90,13 +101,13 @@ class _TwoPasses(torch.autograd.Function):
     nested inside, as with reentrant checkpointing; the anchor only makes autograd call us."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, sequence: Sequence) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, sequence: Sequence) -> Tensor:
         ctx.sequence = sequence
         return sequence.fill(will_walk_back=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dlogp_BT: Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dlogp_BT: Tensor) -> tuple[None, None]:
         ctx.sequence.walk_back(dlogp_BT)
         return None, None
 
@@ -120,15 +131,19 @@ class Sequence:
         self.seed = int(torch.randint(2**62, ())) if self.model.draws_random_numbers() else None
         self.autocast = _current_autocast(self.model.device.type)
         self.now = self.bounds[0]
-        self.attended: set[int] = set()
+        self.attended: dict[int, int | None] | None = None
+        """Window of every layer that has attended in the forward under way."""
         self.checkpoint_layers = self.config.checkpoint_layers is True
-        self.kept_attention: dict[int, tuple[Tensor, Tensor]] = {}
+        self.keep_attention = False
+        self.kept_attention: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
+        """Output and lse of attention by chunk start and layer, where they need not be computed again."""
         self.last_hidden: Tensor | None = None
         self.is_closed = False
 
     def fill(self, will_walk_back: bool) -> Tensor:
         """Fill pass. Returns log-probabilities [B, T] of the targets."""
         num_chunks, logp = len(self.bounds), []
+        self.keep_attention = will_walk_back and self.config.keep_attention
         with self._running():
             for index in range(num_chunks):
                 if will_walk_back and index == num_chunks - 1:
@@ -147,10 +162,14 @@ class Sequence:
     def walk_back(self, dlogp_BT: Tensor) -> None:
         """Gradient pass. `dlogp` is the loss's derivative by what `fill` returned."""
         if self.is_closed:
-            raise RuntimeError("backward ran a second time, but the pages of this sequence are freed: compute the loss again")
+            raise RuntimeError(
+                "backward ran a second time, but the pages of this sequence are freed: compute the loss again"
+            )
         self.is_closed = True
         try:
-            with self._running(), self._gradient_sums():
+            # One chunk adds nothing up; autograd's own `.grad` will do.
+            summing = self.engine.sums_in_float32 and len(self.bounds) > 1
+            with self._running(), accumulate_in_float32(self.model.parameters()) if summing else nullcontext():
                 for index in reversed(range(len(self.bounds))):
                     hidden, self.last_hidden = self.last_hidden, None
                     if hidden is None:
@@ -159,7 +178,7 @@ class Sequence:
                     dhidden = self._chunk_logprobs_backward(hidden.detach(), dlogp_BT[:, start:end])
                     if hidden.requires_grad:
                         torch.autograd.backward(hidden, dhidden)
-                    self.kept_attention.clear()
+                    self.kept_attention.pop(start, None)
                     self._report("gradient", len(self.bounds) - index)
         finally:
             self.engine.page_bytes = self.store.num_bytes()
@@ -182,16 +201,18 @@ class Sequence:
         start, end = self.now
         past = self.store.past(layer, start, end)
         spec = Spec(scale=scale, window=window, softcap=softcap, kernels=self.config.kernels)
-        self.attended.add(layer)
+        self._note(layer, window)
         if not torch.is_grad_enabled():
-            out, _ = attend(q, k, v, sinks, past, spec)
+            out, lse = attend(q, k, v, sinks, past, spec)
             self.store.append(layer, start, k, v)
+            if self.keep_attention:
+                self.kept_attention[start][layer] = (out, lse)
             return out
-        kept = self.kept_attention.pop(layer, None)
+        kept = self.kept_attention[start].get(layer)
         out, lse = ChunkAttention.apply(q, k, v, sinks, past, spec, kept)
-        if self.checkpoint_layers and kept is None:
+        if self.checkpoint_layers:
             # The layer will run again in its backward; the costly part of it need not.
-            self.kept_attention[layer] = (out.detach(), lse)
+            self.kept_attention[start][layer] = (out.detach(), lse)
         return out
 
     def _hidden(self, index: int, grad: bool) -> Tensor:
@@ -202,26 +223,32 @@ class Sequence:
         ids = self.batch.ids[:, start:end].to(self.model.device)
         # Compiled code serves one shape, the full chunk; a short last chunk is not worth a compilation.
         compiled = self.engine.fuse and end - start == self.config.chunk_size
-        with self.model.layer_calls(compiled=compiled, checkpointed=grad and self.checkpoint_layers):
-            with torch.set_grad_enabled(grad):
-                hidden = self.model.hidden(ids, start)
-        if len(self.attended) != len(self.model.layers):
-            idle = sorted(set(range(len(self.model.layers))) - self.attended)
-            raise UnsupportedModelError(
-                f"layers {idle} of {type(self.model.lm).__name__} ({type(self.model.layers[idle[0]]).__name__}) did not "
-                "call attention: what they carry from token to token is not K and V, so chunks cannot stand for it"
-            )
+        self.attended = {}
+        checkpointed = grad and self.checkpoint_layers
+        with self.model.layer_calls(compiled=compiled, checkpointed=checkpointed), torch.set_grad_enabled(grad):
+            hidden = self.model.hidden(ids, start)
+        self.model.check_attended(self.attended, self.batch.ids.shape[1])
+        self.attended = None
         return hidden
+
+    def _note(self, layer: int, window: int | None) -> None:
+        if self.attended is not None:
+            if layer in self.attended:
+                raise UnsupportedModelError(
+                    f"layer {layer} of {type(self.model.lm).__name__} attends more than once; it has one set of pages"
+                )
+            self.attended[layer] = window
 
     def _chunk_logprobs(self, hidden_BTD: Tensor) -> Tensor:
         rows, targets = self._counted_rows()
         hidden_ND = hidden_BTD.flatten(0, 1)
+        logp = torch.zeros(
+            len(hidden_ND), dtype=torch.promote_types(hidden_ND.dtype, torch.float32), device=hidden_ND.device
+        )
         if rows is None:
-            return self.engine.head.logprobs(hidden_ND, targets).view(hidden_BTD.shape[:2])
-        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        logp = torch.zeros(len(hidden_ND), dtype=dtype, device=hidden_ND.device)
-        if len(rows):
-            logp[rows] = self.engine.head.logprobs(hidden_ND[rows], targets)
+            logp.copy_(self.engine.head.logprobs(hidden_ND, targets))
+        elif len(rows):
+            logp[rows] = self.engine.head.logprobs(hidden_ND[rows], targets).to(logp.dtype)
         return logp.view(hidden_BTD.shape[:2])
 
     def _chunk_logprobs_backward(self, hidden_BTD: Tensor, dlogp_BT: Tensor) -> Tensor:
@@ -251,7 +278,7 @@ class Sequence:
         free = _free_bytes(self.model.device)
         num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
         needed = len(self.model.layers) * self.model.activation_bytes(num_tokens)
-        needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self._sums_in_float32())
+        needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self.engine.sums_in_float32)
         self.checkpoint_layers = free is not None and needed > 0.9 * free
 
     def _may_keep_last_chunk(self) -> bool:
@@ -259,19 +286,6 @@ class Sequence:
             return self.config.keep_last_chunk
         other = self.engine.keeper() if self.engine.keeper is not None else None
         return not self.checkpoint_layers and (other is None or other.last_hidden is None)
-
-    def _sums_in_float32(self) -> bool:
-        if self.config.param_grad_dtype == "auto":
-            return len(self.bounds) >= FLOAT32_SUMS_FROM
-        return self.config.param_grad_dtype == "float32"
-
-    @contextmanager
-    def _gradient_sums(self) -> Iterator[None]:
-        if not self._sums_in_float32():
-            yield
-            return
-        with accumulate_in_float32(self.model.parameters()):
-            yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:

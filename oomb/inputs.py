@@ -31,13 +31,17 @@ class Batch:
         attention mask does; None if the model has none of its own."""
         ids = _whole_numbers("input_ids", input_ids)
         if ids.ndim != 2:
-            raise ValueError(f"input_ids has shape {tuple(ids.shape)}; it must be [batch, tokens] (unsqueeze a single one)")
+            raise ValueError(
+                f"input_ids has shape {tuple(ids.shape)}; it must be [batch, tokens] (unsqueeze a single one)"
+            )
         if ids.numel() == 0:
             raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
         _check_range("input_ids", ids, ids, vocab_size)
         targets = ids if labels is None else _whole_numbers("labels", labels)
         if targets.shape != ids.shape:
-            raise ValueError(f"labels have shape {tuple(targets.shape)}, input_ids {tuple(ids.shape)}; they must be equal")
+            raise ValueError(
+                f"labels have shape {tuple(targets.shape)}, input_ids {tuple(ids.shape)}; they must be equal"
+            )
         if labels is not None:
             _check_range("labels", targets, targets[targets != IGNORED], vocab_size)
         if attention_mask is not None:

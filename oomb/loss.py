@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
+Function = Callable[..., Any]
 
 PLAIN_TILE = 2**26
 """Logits computed at once when plain PyTorch holds several float32 copies of them: 256 MiB each."""
@@ -49,10 +50,13 @@ class TiledHead:
             with torch.enable_grad():
                 logp = _TargetLogProb.apply(self.head(h), t, *math)
             torch.autograd.backward(logp, dlogp)
+            assert h.grad is not None
             out.copy_(h.grad)
         return dhidden
 
-    def _plan(self, *rows: Tensor) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], Iterator[tuple[Tensor, ...]]]:
+    def _plan(
+        self, *rows: Tensor
+    ) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], Iterator[tuple[Tensor, ...]]]:
         total = rows[0].shape[0]
         if self.fused_rows is None:
             self.fused_rows = total
@@ -63,16 +67,14 @@ class TiledHead:
 
 class _TargetLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits_NV: Tensor, targets_N: Tensor, forward: Callable[..., Any], backward: Callable[..., Any]
-    ) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, forward: Function, backward: Function) -> Tensor:
         logp, lse = forward(logits_NV, targets_N)
         ctx.save_for_backward(logits_NV, lse, targets_N)
         ctx.math = backward
         return logp
 
     @staticmethod
-    def backward(ctx: Any, dlogp_N: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlogp_N: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.math(*ctx.saved_tensors, dlogp_N), None, None, None
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 SEGMENT_SIZE = 32768
-"""Most tokens in one segment. Longer segments save merges (a pass over the output each); on an H200 the attention kernel
-itself gains nothing above 32K."""
+"""Most tokens in one segment. Longer segments save merges (a pass over the output each); on an H200 the attention
+kernel itself gains nothing above 32K."""
 
 
 class OutOfPages(MemoryError):
@@ -77,9 +77,9 @@ class PageStore:
         per_token = self.num_layers * rows * (kv + grad)
         if self.capacity * per_token > free:
             raise OutOfPages(
-                f"K, V and their gradients for {self.capacity:,} tokens need {self.capacity * per_token / 2**30:.1f} GiB "
-                f"on {k.device}, where {free / 2**30:.1f} GiB are free: shorten the context to about "
-                f"{free * 9 // 10 // per_token:,} tokens, or lower the batch size or Config(grad_dtype=...)"
+                f"K, V and their gradients for {self.capacity:,} tokens need "
+                f"{self.capacity * per_token / 2**30:.1f} GiB on {k.device}, where {free / 2**30:.1f} GiB are free: "
+                f"shorten the context to about {free * 9 // 10 // per_token:,} tokens, or lower the batch size"
             )
 
 

@@ -24,6 +24,10 @@ ATTENTION_NAME = "oomb"
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
+KNOWN_ARGUMENTS = ("position_ids", "cache_position")
+"""Tensors that models pass on to attention without a bearing on it."""
+
+
 class UnsupportedModelError(ValueError):
     """The model cannot be trained exactly by chunk recurrence."""
 
@@ -45,7 +49,7 @@ class Pass(Protocol):
 
 
 _running: Pass | None = None
-"""The pass whose chunk is being computed. A plain global because autograd may recompute a layer on a thread of its own."""
+"""The pass whose chunk is being computed. A plain global, because autograd may recompute a layer on another thread."""
 
 
 def _attention(
@@ -68,15 +72,19 @@ def _attention(
     if _running is None:
         raise RuntimeError(f"{name} was called outside of an engine's pass; use engine.loss or engine.logprobs")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if layer is None or attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
-        raise UnsupportedModelError(f"{name} does not ask for plain causal attention, so chunks cannot stand for it")
+    extra = [key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in KNOWN_ARGUMENTS]
+    if layer is None or attention_mask is not None or not causal or extra:
+        raise UnsupportedModelError(
+            f"{name} does not ask for plain causal attention{f' (it passes {extra[0]})' if extra else ''}, so chunks "
+            "cannot stand for it"
+        )
     if dropout:
         raise ValueError(_attention_dropout_text(name, dropout))
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = _running.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
@@ -109,19 +117,37 @@ class CausalLM:
         return self.lm.parameters()
 
     def draws_random_numbers(self) -> bool:
-        """Whether a dropout is active. Attention dropout, which kernels do not replay, is refused here."""
-        drops = False
-        for name, module in self.lm.named_modules():
-            p = getattr(module, "attention_dropout", 0.0)
-            p = p.p if isinstance(p, nn.Module) else p
-            if module.training and hasattr(module, "layer_idx") and isinstance(p, float) and p > 0:
-                raise ValueError(_attention_dropout_text(name, p))
-            drops |= module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        return drops
+        """Whether the forward may be random: dropouts and router noise are, in training mode. Attention dropout, which
+        attention kernels do not replay, is refused here."""
+        for name, module in self.backbone.named_modules():
+            if module.training and hasattr(module, "layer_idx"):
+                for field in ("attention_dropout", "attn_dropout"):
+                    p = getattr(module, field, 0.0)
+                    p = p.p if isinstance(p, nn.Dropout) else p
+                    if isinstance(p, float) and p > 0:
+                        raise ValueError(_attention_dropout_text(name, p))
+        return any(module.training for module in self.lm.modules())
+
+    def check_attended(self, windows: dict[int, int | None], total_length: int) -> None:
+        """Refuses a model some of whose layers have not attended, or whose window no layer has asked for. `windows` are
+        what the layers asked for in a forward."""
+        name = type(self.lm).__name__
+        for index, layer in enumerate(self.layers):
+            if index not in windows:
+                raise UnsupportedModelError(
+                    f"layer {index} of {name} ({type(layer).__name__}) did not call attention: what it carries from "
+                    "token to token is not K and V, so chunks cannot stand for it"
+                )
+        window = getattr(self.config, "sliding_window", None)
+        if isinstance(window, int) and window < total_length and not any(windows.values()):
+            raise UnsupportedModelError(
+                f"{name} has a sliding window of {window}, but its layers do not pass it on; use sequences of "
+                f"at most {window} tokens, or set config.sliding_window = None if the model was trained without"
+            )
 
     @contextmanager
     def running(self, pass_: Pass, total_length: int) -> Iterator[None]:
-        """Routes attention to `pass_` and tells length-dependent RoPE of the whole length; leaves the model as found."""
+        """Routes attention to `pass_` and tells length-dependent RoPE the whole length; leaves the model as found."""
         global _running
         outer = _running
         with ExitStack() as undo:
@@ -130,9 +156,11 @@ class CausalLM:
             for layer in self.layers:
                 if getattr(layer, "gradient_checkpointing", False):
                     undo.callback(setattr, layer, "gradient_checkpointing", True)
-                    layer.gradient_checkpointing = False
+                    setattr(layer, "gradient_checkpointing", False)  # noqa: B010
             for rotary in self.rotaries:
-                undo.callback(rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True).remove)
+                undo.callback(
+                    rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True).remove
+                )
                 undo.callback(rotary.register_forward_hook(_drop_last).remove)
             _running = pass_
             try:
@@ -142,11 +170,11 @@ class CausalLM:
 
     @contextmanager
     def layer_calls(self, *, compiled: bool, checkpointed: bool) -> Iterator[None]:
-        """Layers run compiled and/or recompute themselves in the backward. Uses the slot that `nn.Module.compile` uses."""
+        """Layers run compiled, or recompute themselves in the backward, through the slot `nn.Module.compile` uses."""
         if not compiled and not checkpointed:
             yield
             return
-        before = [layer._compiled_call_impl for layer in self.layers]
+        before = [vars(layer).get("_compiled_call_impl") for layer in self.layers]
         for layer in self.layers:
             call: Callable[..., Any] = layer._call_impl
             if compiled:
@@ -159,11 +187,14 @@ class CausalLM:
         try:
             yield
         finally:
-            for layer, call in zip(self.layers, before, strict=True):
-                layer._compiled_call_impl = call
+            for layer, users_own in zip(self.layers, before, strict=True):
+                if users_own is None:
+                    del layer._compiled_call_impl
+                else:
+                    layer._compiled_call_impl = users_own
 
     def activation_bytes(self, num_tokens: int) -> int:
-        """About what one layer keeps for its backward: inputs and outputs of its matrices, and half as much for the rest."""
+        """About what a layer keeps for its backward: inputs and outputs of its matrices, half as much for the rest."""
         config = self.config
         top_k = getattr(config, "num_experts_per_tok", 1) or 1
         itemsize = next(self.backbone.parameters()).dtype.itemsize
@@ -183,8 +214,10 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     if hasattr(model, "get_base_model"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise UnsupportedModelError("PEFT prompt learning adds tokens that are not in input_ids; use LoRA or the like")
-        model = model.get_base_model()
+            raise UnsupportedModelError(
+                "PEFT prompt learning adds tokens that are not in input_ids; use LoRA or the like"
+            )
+        model = model.get_base_model()  # type: ignore[operator]
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a Hugging Face model; pass one made by AutoModelForCausalLM")
@@ -195,50 +228,66 @@ def _unwrap(model: nn.Module) -> PreTrainedModel:
 def _refuse(model: PreTrainedModel, name: str) -> None:
     """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
     config = model.config.get_text_config(decoder=True)
-    backbone = getattr(model, model.base_model_prefix, None)
-    if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
-        raise UnsupportedModelError(f"{name} has no language-model head on a backbone; pass one made by AutoModelForCausalLM")
-    if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{name} is not a causal decoder")
-    if getattr(config, "is_decoder", None) is False and "is_decoder" in config.to_diff_dict().keys() | _encoder_keys(config):
-        raise UnsupportedModelError(f"{name} attends in both directions; set config.is_decoder=True if it was trained so")
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in LAYER_TYPES:
             raise UnsupportedModelError(
-                f"layer {index} of {name} is of type {kind!r}: its state is not K and V, so chunks cannot carry it. "
-                f"Models whose layers are all full or sliding-window attention can be trained"
+                f"layer {index} of {name} is of type {kind!r}: what it carries from token to token is not K and V of "
+                "plain causal attention, so chunks cannot carry it. Models whose layers are all full or sliding-window "
+                "attention can be trained"
             )
-    if getattr(model, "_is_stateful", False):
-        layer = _first_state_layer(backbone)
-        raise UnsupportedModelError(f"{name} carries a recurrent state ({layer}) that is not K and V; chunks cannot carry it")
-    if not model._supports_attention_backend:
+    if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not a causal decoder")
+    backbone = getattr(model, model.base_model_prefix, None)
+    if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
         raise UnsupportedModelError(
-            f"{name} computes attention in its own code ({_first_attention(backbone)}) instead of calling transformers' "
-            "attention interface; oomb cannot reach its K and V"
+            f"{name} has no language-model head on a backbone; pass a model made by AutoModelForCausalLM"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} carries a recurrent state ({_find(backbone, _has_state)}) that is not K and V, so chunks cannot "
+            "carry it"
+        )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} computes attention in its own code ({_find(backbone, _is_attention)}) instead of calling "
+            "transformers' attention interface; oomb cannot reach its K and V"
+        )
+    if any(_is_bidirectional(module) for module in backbone.modules()):
+        raise UnsupportedModelError(
+            f"{name} attends in both directions ({_find(backbone, _is_bidirectional)}); only causal decoders can be "
+            "trained (some encoders become one by config.is_decoder=True)"
         )
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         raise UnsupportedModelError(f"{name} takes no position_ids, so a chunk cannot be placed in its sequence")
+    if any(_counts_positions_itself(module) for module in backbone.modules()):
+        raise UnsupportedModelError(
+            f"{name} numbers positions by where padding is, so a chunk cannot be placed in its sequence"
+        )
     if any(p.is_meta for p in model.parameters()):
         raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
 
 
-def _encoder_keys(config: Any) -> set[str]:
-    """Encoders that can be turned into decoders (BERT and its kin) say so by a field of their own."""
-    return {"is_decoder"} if getattr(config, "add_cross_attention", None) is not None else set()
-
-
-def _first_state_layer(backbone: nn.Module) -> str:
+def _find(backbone: nn.Module, test: Callable[[nn.Module], bool]) -> str:
     for name, module in backbone.named_modules():
-        if any(hasattr(module, mark) for mark in ("conv1d", "A_log", "conv", "ssm_state_size")):
+        if test(module):
             return f"{type(module).__name__} at {name}"
     return type(backbone).__name__
 
 
-def _first_attention(backbone: nn.Module) -> str:
-    for name, module in backbone.named_modules():
-        if "attention" in type(module).__name__.lower():
-            return f"{type(module).__name__} at {name}"
-    return type(backbone).__name__
+def _has_state(module: nn.Module) -> bool:
+    return any(hasattr(module, mark) for mark in ("conv1d", "A_log", "ssm_state_size"))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def _is_bidirectional(module: nn.Module) -> bool:
+    return hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False
+
+
+def _counts_positions_itself(module: nn.Module) -> bool:
+    return getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None
 
 
 def _decoder_layers(lm: PreTrainedModel, backbone: nn.Module, count: int) -> nn.ModuleList:
@@ -262,11 +311,24 @@ def _own_pad_token(config: Any) -> int | None:
     return None if pad in (config.bos_token_id, *eos) else pad
 
 
+class _Hidden(BaseModelOutputWithPast):
+    """A backbone's output of which only the hidden states are there."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _Given(nn.Module):
     """In the place of the backbone: returns the hidden states it is given."""
 
-    def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    @property
+    def decoder(self) -> _Given:
+        # Some heads call a decoder inside of the backbone.
+        return self
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
 
 
 def _without_backbone(lm: PreTrainedModel) -> PreTrainedModel:
@@ -287,10 +349,13 @@ def _append_last(total_length: int, rotary: nn.Module, args: tuple[Any, ...], kw
     position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     last = position_ids.new_full((*position_ids.shape[:-1], 1), total_length - 1)
     position_ids = torch.cat([position_ids, last], dim=-1)
-    if hasattr(rotary, "max_seq_len_cached"):
-        # It also remembers the longest sequence so far; the fill and gradient pass must see the same frequencies
-        # whatever ran in between.
-        rotary.max_seq_len_cached = getattr(rotary, "original_max_seq_len", rotary.max_seq_len_cached)
+    # It may also remember the longest sequence so far. The two passes of a sequence must see the same frequencies
+    # whatever ran in between, so it starts afresh.
+    for field in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, field, rotary.original_max_seq_len)
+    for field in [name for name in (*vars(rotary), *rotary._buffers) if name.endswith("original_inv_freq")]:
+        frequencies = getattr(rotary, field).to(position_ids.device)
+        setattr(rotary, field.removesuffix("original_inv_freq") + "inv_freq", frequencies)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": position_ids}
     return (args[0], position_ids, *args[2:]), kwargs

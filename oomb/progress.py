@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from oomb.metrics import JsonLines, MemoryMeter, gib, seconds
@@ -49,7 +49,7 @@ class TrainingDisplay(TrainerCallback):
         if self.stop_requested:
             raise StopRequested
         if self._bar is not None:
-            self._bar.update(self._task, chunk=f"{phase} {done}/{total}")
+            self._bar.update(self._task, chunk=f"{phase[:4]} {done}/{total}")
         elif self._max_steps and time.monotonic() - self._last_line > PLAIN_INTERVAL_S:
             self._print_line(f"step {self._step + 1}/{self._max_steps}  {phase} pass, chunk {done}/{total}")
 
@@ -63,12 +63,12 @@ class TrainingDisplay(TrainerCallback):
             self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=8),
                 TextColumn("{task.fields[status]}"),
                 TextColumn("[dim]{task.fields[chunk]}"),
-                TimeElapsedColumn(),
-                TextColumn("[dim]left"),
                 TimeRemainingColumn(),
+                TextColumn("[dim]left"),
+                # Everything must fit into 80 columns, or rich cuts the figures short.
                 console=self.console,
             )
             self._task = self._bar.add_task(
@@ -112,7 +112,7 @@ class TrainingDisplay(TrainerCallback):
             peak_memory_bytes=peak,
         )
         if self._bar is not None:
-            status = f"loss [bold]{logs['loss']:.3f}[/]  {speed:,.0f} tok/s  {self.meter.label} {gib(peak)}"
+            status = f"loss [bold]{logs['loss']:.3f}[/] {speed:,.0f} tok/s {gib(peak)}"
             self._bar.update(self._task, completed=state.global_step, status=status, chunk="")
         else:
             self._print_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,10 +14,6 @@ import torch
 
 # The models are tiny: a second thread costs more than it brings, and the test runner has its own workers.
 torch.set_num_threads(1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,3 +36,20 @@ def poisoned_empty() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """RMSNorm and rotary tables in float64 too: chunked and whole agree to rounding, so 1e-10 is a fair demand."""
+    from families import float64_throughout
+
+    with float64_throughout():
+        yield
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny llama."""
+    from families import build
+
+    return build("llama")

@@ -5,6 +5,7 @@ B batch, H query heads, K key/value heads, T queries, S keys, D head size (value
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_segments_merge_to_the_whole(cuts: list[int], softcap: float | None) -> 
     mask = {"scale": 0.5, "softcap": softcap}
     # The past is wholly visible; the last 7 keys are the queries' own chunk.
     bounds = [0, *cuts, 17, 24]
-    parts = [(a, b, {**mask, "causal": b == 24}) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [(a, b, {**mask, "causal": b == 24}) for a, b in itertools.pairwise(bounds)]
     out, lse = None, None
     for a, b, part in parts:
         o, part_lse = reference.forward(q, k[:, :, a:b], v[:, :, a:b], **part)
@@ -181,7 +182,7 @@ class ListPast:
 def test_attend_splits_gradients_between_chunk_and_past(
     past_length: int, window: int | None, with_later: bool, with_sinks: bool
 ) -> None:
-    """A chunk of 7 after a past: gradients of the past go to the past, its own come back with what later chunks left."""
+    """A chunk of 7 after a past: the past gets its gradients, the chunk its own and what later chunks have left."""
     T = 7
     q, k, v, dout = tensors((2, 6, 2, T, past_length + T, 8, 8))
     sinks = torch.randn(6, dtype=torch.float64) if with_sinks else None

@@ -7,85 +7,68 @@ these float32 islands lifted to float64, at 1e-10, where nothing above rounding 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
+from checks import CHUNK, check_family
 from families import (
     FAMILIES,
     LENGTH,
-    SIZES,
     VOCAB,
-    float64_throughout,
     assert_same_gradients,
     build,
+    float64_throughout,
     grads,
     random_ids,
-    randomize,
     relative_error,
     whole_gradients,
     whole_loss,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import oomb
-from oomb.model import UnsupportedModelError
 
-CHUNK = 7
 CHUNKS = [1, 7, 16, LENGTH, 1000]
 MOE = [name for name, family in FAMILIES.items() if family.is_moe]
-
-
-def check(model: Any, ids: torch.Tensor, chunk_size: int, tolerance: float, **config: Any) -> None:
-    engine = oomb.Engine(model, oomb.Config(chunk_size=chunk_size, **config))
-    expected_loss, expected = whole_gradients(model, ids)
-    loss = engine.loss(ids)
-    assert loss.shape == () and loss.requires_grad
-    assert relative_error(loss.detach(), expected_loss) <= tolerance
-    loss.backward()
-    assert_same_gradients(grads(model), expected, tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str) -> None:
     tolerance = 1e-10 if FAMILIES[name].native_float64 else 1e-6
-    check(build(name), random_ids(2, LENGTH), CHUNK, tolerance)
+    check_family(build(name), random_ids(2, LENGTH), CHUNK, tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.native_float64])
 def test_family_in_float64_throughout(name: str) -> None:
     with float64_throughout():
-        check(build(name), random_ids(2, LENGTH), CHUNK, 1e-10)
+        check_family(build(name), random_ids(2, LENGTH), CHUNK, 1e-10)
 
 
 @pytest.mark.parametrize("name", MOE)
 def test_moe_in_float32(name: str) -> None:
     """The default experts implementation, a grouped matmul. Routing is decided in float32 on both sides."""
     model = build(name, dtype=torch.float32)
-    check(model, random_ids(2, LENGTH), CHUNK, 2e-5)
+    check_family(model, random_ids(2, LENGTH), CHUNK, 2e-5)
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3_longrope_long", "gpt_oss", "gpt2"])
 def test_chunk_size(name: str, chunk_size: int) -> None:
     with float64_throughout():
-        check(build(name), random_ids(2, LENGTH), chunk_size, 1e-10)
+        check_family(build(name), random_ids(2, LENGTH), chunk_size, 1e-10)
 
 
 @pytest.mark.parametrize("length", [2, 6, 7, 8, 14, 15])
 @pytest.mark.parametrize("name", ["mistral_sliding", "llama_dynamic_rope"])
 def test_length_around_the_chunk_boundary(name: str, length: int) -> None:
     with float64_throughout():
-        check(build(name), random_ids(1, length), CHUNK, 1e-10)
+        check_family(build(name), random_ids(1, length), CHUNK, 1e-10)
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 7, 8, 14, 40, 41, 64])
 def test_window_around_the_chunk_boundary(window: int) -> None:
     with float64_throughout():
-        check(build("mistral_sliding", sliding_window=window), random_ids(1, LENGTH), CHUNK, 1e-10)
+        check_family(build("mistral_sliding", sliding_window=window), random_ids(1, LENGTH), CHUNK, 1e-10)
 
 
 @pytest.mark.parametrize("checkpoint_layers", [False, True])
@@ -94,13 +77,13 @@ def test_window_around_the_chunk_boundary(window: int) -> None:
 def test_what_is_recomputed_does_not_matter(name: str, checkpoint_layers: bool, keep_last_chunk: bool) -> None:
     settings = {"checkpoint_layers": checkpoint_layers, "keep_last_chunk": keep_last_chunk}
     with float64_throughout():
-        check(build(name), random_ids(2, LENGTH), CHUNK, 1e-10, **settings)
+        check_family(build(name), random_ids(2, LENGTH), CHUNK, 1e-10, **settings)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding", "gemma2", "gpt_oss"])
 def test_nothing_is_read_before_it_is_written(name: str) -> None:
-    check(build(name), random_ids(2, LENGTH), CHUNK, 1e-6)
+    check_family(build(name), random_ids(2, LENGTH), CHUNK, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_longrope_long"])
@@ -145,83 +128,3 @@ def test_tiny_model_looks_back(name: str) -> None:
     gradient_T = torch.linalg.vector_norm(seen["out"].grad, dim=(0, 2))
     # The label at 21 is predicted from 20 on; positions before 20 act through attention alone.
     assert gradient_T[:20].norm() > 0.05 * gradient_T[20:].norm()
-
-
-SWEEP_SIZES = {
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "n_embd": 48,
-    "n_head": 6,
-    "d_model": 48,
-    "n_routed_experts": 4,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "state_size": 8,
-    "conv_kernel": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "sliding_window": 10,
-    "hidden_dropout": 0.0,
-    "residual_dropout": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "dropout": 0.0,
-    "activation_dropout": 0.0,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-# Settings that single architectures cannot take, tried one after another.
-SWEEP_VARIANTS = [{}, {"pad_token_id": 0}, {"num_key_value_heads": 6}, {"head_dim": None}]
-OTHER_TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {family.model_type for family in FAMILIES.values()})
-
-
-def build_any(model_type: str) -> Any:
-    """A small model of any architecture in the library, or a skip that says why there is none."""
-    reason = ""
-    for variant in SWEEP_VARIANTS:
-        settings = {
-            key: value
-            for key, value in {**SIZES, **SWEEP_SIZES, **variant}.items()
-            if value is not None or key not in variant
-        }
-        try:
-            config = AutoConfig.for_model(model_type, **settings)
-            with torch.device("meta"):
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-            if size > 7e6:
-                pytest.skip(f"{size} parameters: no tiny configuration")
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-            with contextlib.suppress(ValueError, AttributeError):
-                model.set_experts_implementation("eager")
-            randomize(model, torch.Generator().manual_seed(0))
-            model.train()
-            whole_loss(model, random_ids(1, 3))
-        except Exception as e:  # whatever this architecture makes of settings that are not its own
-            reason = f"{type(e).__name__}: {e}"
-        else:
-            return model
-    pytest.skip(f"cannot be built tiny: {reason[:200]}")
-
-
-@pytest.mark.parametrize("model_type", OTHER_TYPES)
-def test_any_other_architecture_is_exact_or_refused(model_type: str) -> None:
-    """Every causal LM there is: refused by a message that names a class of it, or trained exactly."""
-    model = build_any(model_type)
-    try:
-        with float64_throughout():
-            check(model, random_ids(2, 23), CHUNK, 1e-10)
-    except UnsupportedModelError as refusal:
-        names = {type(module).__name__ for module in model.modules()}
-        assert any(name in str(refusal) for name in names), f"names no class of the model: {refusal}"
-        assert all(p.grad is None for p in model.parameters())

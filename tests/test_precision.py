@@ -46,7 +46,7 @@ def bf16_pair(length: int) -> tuple[Any, Any, Tensor]:
 def test_float32_accumulation_over_many_chunks(mode: str) -> None:
     """One token repeated: every chunk contributes alike, and a bfloat16 sum of 8 bits stops growing at 256 of them."""
     model = build("llama", dtype=torch.bfloat16, num_hidden_layers=1)
-    ids = torch.full((1, 600), 5)
+    ids = torch.full((1, 400), 5)
     _, expected = whole_gradients(copy.deepcopy(model).float(), ids)
     actual = engine_gradients(model, ids, chunk_size=1, param_grad_dtype=mode)
     assert all(g.dtype == torch.bfloat16 for g in actual.values())
@@ -56,10 +56,10 @@ def test_float32_accumulation_over_many_chunks(mode: str) -> None:
 def test_the_sum_above_needs_float32() -> None:
     """Guards the test above: added in the parameters' dtype the same sum is far off."""
     model = build("llama", dtype=torch.bfloat16, num_hidden_layers=1)
-    ids = torch.full((1, 600), 5)
+    ids = torch.full((1, 400), 5)
     _, expected = whole_gradients(copy.deepcopy(model).float(), ids)
     actual = engine_gradients(model, ids, chunk_size=1, param_grad_dtype="param")
-    assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) > 0.2
+    assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) > 0.15
 
 
 def test_bf16_error_is_that_of_standard_training() -> None:

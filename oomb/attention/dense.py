@@ -56,9 +56,7 @@ class Run:
     is_last: bool
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec) -> tuple[Tensor, Tensor]:
     """Output and lse of the chunk's queries over the past and the chunk itself."""
     kernel = _kernel(q, v, past, spec)
     out: Tensor | None = None
@@ -115,7 +113,7 @@ class ChunkAttention(torch.autograd.Function):
     """`attend` with its backward. `kept` holds (out, lse) where an earlier forward of this chunk has computed them."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
@@ -132,7 +130,7 @@ class ChunkAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grads = attend_backward(dout, q, k, v, sinks, out, lse, ctx.past, ctx.spec)
         return (*grads, None, None, None)
@@ -166,5 +164,6 @@ def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
     # A window reaches back a bounded way: one run, put together from the end of the past and the chunk.
     first = max(0, past.length - window + 1)
     segments = list(past.segments(first))
-    k, v = (torch.cat([*(s[i] for s in segments), own], dim=2) for i, own in ((1, k), (2, v)))
+    k = torch.cat([*(k_seg for _, k_seg, _ in segments), k], dim=2)
+    v = torch.cat([*(v_seg for _, _, v_seg in segments), v], dim=2)
     yield Run(first, past.length - first, k, v, {**mask, "causal": True, "window": window}, is_last=True)

@@ -2,7 +2,7 @@
 
 A kernel attends queries to one run of keys and returns (out, lse); its backward takes the out and lse of the *whole*
 softmax, so that runs can be computed apart and merged. Shapes as in `reference.py`; a causal mask is aligned to the
-bottom right. Which kernel serves a layer depends on devices, dtypes and sizes alone and is decided once per kind of layer.
+bottom right. Which kernel serves a layer depends on devices, dtypes and sizes alone and is decided once per kind.
 """
 
 from __future__ import annotations
@@ -88,7 +88,22 @@ def _cudnn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
     )
 
 
@@ -184,12 +199,12 @@ CPU_FLASH = Kernel("cpu-flash", _cpu_lacks, _cpu_forward, _cpu_backward)
 TORCH = Kernel("torch", lambda ask: None, reference.forward, reference.backward)
 
 PREFERENCE = (CUDNN, FLASH, CPU_FLASH, TORCH)
-"""Fastest first. On an H200, 28 query heads of 128: cuDNN forward 620-680 TFLOP/s and backward 550, flash 345 and 310."""
+"""Fastest first. H200, 28 query heads of 128: cuDNN forward 620-680 TFLOP/s and backward 550, flash 345 and 310."""
 
 
 @lru_cache(maxsize=256)
 def choose(kernels: str, ask: Ask) -> Kernel:
-    """The fastest kernel that can serve `ask`, or the one named in `Config.kernels`, or an error that says what it lacks."""
+    """The fastest kernel that can serve `ask`, or the one named by `Config.kernels`; an error says what that lacks."""
     for kernel in PREFERENCE:
         if kernels == "auto" and kernel.lacks(ask) is None:
             return kernel

@@ -33,7 +33,7 @@ def forward(
     B, H, T, _ = q_BHTD.shape
     out = q_BHTD.new_empty(B, H, T, v_BKSD.shape[-1])
     lse = torch.empty(B, H, T, dtype=_compute_dtype(q_BHTD), device=q_BHTD.device)
-    for rows, keys, q, k, v, hidden in _tiles(q_BHTD, k_BKSD, v_BKSD, causal, window):
+    for rows, _, q, k, v, hidden in _tiles(q_BHTD, k_BKSD, v_BKSD, causal, window):
         scores, _ = _scores(q, k, scale, softcap, hidden)
         tile_lse = scores.logsumexp(-1)
         probs = (scores - tile_lse.unsqueeze(-1)).exp()

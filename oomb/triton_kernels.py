@@ -1,0 +1,45 @@
+"""The Triton kernels. Imported only where Triton is installed; a plain PyTorch reference stands beside each caller."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def combine_kernel(
+    x, y, out, lse_x, lse_y, lse_out, T, D,
+    x_b, x_h, x_t, y_b, y_h, y_t, out_b, out_h, out_t,
+    WEIGHTED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """out = x + y, or with WEIGHTED each of them times exp(its lse - the merged lse), which goes to lse_out.
+
+    x, y and out are [B, H, T, D] with strides *_b, *_h, *_t and 1; an lse is [B, H, T] and contiguous. A program does
+    TILE_T rows of one head.
+    """
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)).to(tl.int64)
+    d = tl.arange(0, TILE_D)
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    x_at = b * x_b + h * x_h + t[:, None] * x_t + d[None, :]
+    y_at = b * y_b + h * y_h + t[:, None] * y_t + d[None, :]
+    x_tile = tl.load(x + x_at, inside, other=0.0).to(tl.float32)
+    y_tile = tl.load(y + y_at, inside, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        rows = (b * tl.num_programs(1) + h) * T + t
+        first = tl.load(lse_x + rows, t < T, other=0.0)
+        second = tl.load(lse_y + rows, t < T, other=0.0)
+        top = tl.maximum(first, second)
+        whole = top + tl.log(tl.exp(first - top) + tl.exp(second - top))
+        tl.store(lse_out + rows, whole, t < T)
+        x_tile *= tl.exp(first - whole)[:, None]
+        y_tile *= tl.exp(second - whole)[:, None]
+    out_at = b * out_b + h * out_h + t[:, None] * out_t + d[None, :]
+    tl.store(out + out_at, (x_tile + y_tile).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def add_to_float32_kernel(total, x, num_elements, TILE: tl.constexpr):
+    """total += x, both flat; total in float32, x in anything."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < num_elements
+    summed = tl.load(total + at, inside) + tl.load(x + at, inside).to(tl.float32)
+    tl.store(total + at, summed, inside)

@@ -1,0 +1,147 @@
+"""Every causal LM in the library, at a tiny size: trained exactly, or refused; never trained wrongly."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from checks import CHUNK, check_family
+from families import FAMILIES, SIZES, VOCAB, float64_throughout, random_ids, randomize, relative_error, whole_loss
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import oomb
+from oomb.model import UnsupportedModelError
+
+SWEEP_SIZES = {
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "n_embd": 48,
+    "n_head": 6,
+    "d_model": 48,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "sliding_window": 10,
+    "hidden_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+# Settings that single architectures cannot take, tried one after another.
+SWEEP_VARIANTS = [{}, {"pad_token_id": 0}, {"num_key_value_heads": 6}, {"head_dim": None}, {"num_experts_per_tok": 1}]
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    model_type: (model_type, {})
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if model_type not in {family.model_type for family in FAMILIES.values()}
+}
+# Traps by construction: layers that share the K and V of others, attention within fixed blocks, positions that do not
+# start at 0, tables of the whole length.
+OTHERS |= {
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 5,
+            "intermediate_size": [64] * 5,
+        },
+    ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "global_head_dim": 8,
+        },
+    ),
+    "llama4_chunked": ("llama4_text", {"attention_chunk_size": 8, "intermediate_size_mlp": 48}),
+    "bert_decoder": ("bert", {"is_decoder": True}),
+    "roberta_decoder": ("roberta", {"is_decoder": True}),
+    "electra_decoder": ("electra", {"is_decoder": True}),
+    "minimax_m3_sparse": (
+        "minimax_m3_vl_text",
+        {
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+        },
+    ),
+    "lfm2_conv": ("lfm2", {"layer_types": ["full_attention", "conv"]}),
+}
+
+
+def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
+    """A small model of any architecture in the library, or a skip that says why there is none.
+
+    In eval mode: some routers draw random numbers when they train, and no two computations would agree.
+    """
+    reason = ""
+    for variant in SWEEP_VARIANTS:
+        left_out = {key for key, value in variant.items() if value is None}
+        settings = {**SIZES, **SWEEP_SIZES, **variant, **overrides}
+        try:
+            config = AutoConfig.for_model(model_type, **{k: v for k, v in settings.items() if k not in left_out})
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            if size > 7e6:
+                pytest.skip(f"{size} parameters: no tiny configuration")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).double().eval()
+            with contextlib.suppress(ValueError, AttributeError):
+                model.set_experts_implementation("eager")
+            randomize(model, torch.Generator().manual_seed(0))
+            whole_loss(model, random_ids(1, 3))
+        except Exception as e:  # whatever this architecture makes of settings that are not its own
+            reason = f"{type(e).__name__}: {e}"
+        else:
+            return model
+    pytest.skip(f"cannot be built tiny: {reason[:200]}")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_other_architecture_is_exact_or_refused(name: str) -> None:
+    """Every causal LM there is: refused by a message that names a class of it, or trained exactly."""
+    model = build_any(*OTHERS[name])
+    ids = random_ids(2, 23)
+    try:
+        with float64_throughout():
+            check_family(model, ids, CHUNK, 1e-10)
+        # As the model is, with its own mixture of dtypes.
+        with torch.no_grad():
+            loss = oomb.Engine(model, oomb.Config(chunk_size=CHUNK)).loss(ids)
+            assert relative_error(loss, whole_loss(model, ids)) <= 1e-5
+    except UnsupportedModelError as refusal:
+        names = {type(module).__name__ for module in model.modules()}
+        assert any(name in str(refusal) for name in names), f"names no class of the model: {refusal}"
+        assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,186 @@
+"""Windows of text: nothing lost, nothing padded, nothing seen twice, and clear words where there is too little."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomb import data
+
+
+class Words:
+    """A tokenizer of the least: a word is its length."""
+
+    eos_token_id: int | None = 99
+    bos_token_id: int | None = None
+    sep_token_id: int | None = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        assert options["add_special_tokens"] is False
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def tokens_of(windows: data.Windows | None) -> list[int]:
+    return [] if windows is None else [int(i) for window in windows_of(windows) for i in window]
+
+
+def windows_of(windows: data.Windows) -> list[torch.Tensor]:
+    return [windows[i]["input_ids"] for i in range(len(windows))]
+
+
+def test_a_file_becomes_bytes_and_a_separator(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"hello, w\xc3\xb6rld")
+    split = data.load(str(file), max_length=7, num_held_out=0)
+    assert tokens_of(split.train) == [*b"hello, w\xc3\xb6rld", data.SEPARATOR_ID]
+    assert split.held_out is None
+    assert split.num_tokens == 14
+    sample = split.train[0]
+    assert sample["input_ids"].dtype == torch.int64
+    assert torch.equal(sample["input_ids"], sample["labels"])
+    sample["labels"][0] = -100
+    assert int(split.train[0]["input_ids"][0]) == ord("h"), "a caller's change of labels must not reach the text"
+
+
+def test_the_held_out_windows_are_the_end_and_are_not_trained_on(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(range(1, 101)))
+    split = data.load(str(file), max_length=10, num_held_out=3)
+    # A fifth of the ten windows at most.
+    assert tokens_of(split.train) == list(range(1, 81))
+    assert tokens_of(split.held_out) == list(range(81, 101))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    max_length=st.integers(2, 50),
+    num_held_out=st.integers(0, 3),
+    num_train=st.none() | st.integers(1, 5),
+)
+def test_every_token_of_the_text_is_in_one_window_in_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    max_length: int,
+    num_held_out: int,
+    num_train: int | None,
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    for index, size in enumerate(sizes):
+        (folder / f"{index}.txt").write_bytes(bytes([97 + index]) * size)
+    order, _ = data.find_documents(str(folder))
+    stream = [token for path in order for token in (*path.read_bytes(), data.SEPARATOR_ID)]
+    if len(stream) < max_length:
+        with pytest.raises(ValueError, match=f"has {len(stream)} tokens"):
+            data.load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
+        return
+    split = data.load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
+    seen = tokens_of(split.train) + tokens_of(split.held_out)
+    assert seen == stream[: len(seen)]
+    assert len(split.train) >= 1
+    if num_train is None:
+        assert len(seen) == len(stream) // max_length * max_length
+    else:
+        assert len(seen) >= min((num_train + num_held_out) * max_length, len(stream) // max_length * max_length)
+    if num_held_out and len(seen) >= 2 * max_length:
+        assert split.held_out is not None
+
+
+def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_text("bbbb")
+    (tmp_path / "a.txt").write_text("aaaa")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / ".hidden").write_text("hhhh")
+    (tmp_path / "image.bin").write_bytes(b"\x00\x01\x02")
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfd")
+    split = data.load(str(tmp_path), max_length=2, num_held_out=0)
+    assert {path.name for path in split.skipped} == {"image.bin", "latin.txt"}
+    assert split.num_documents == 2
+    text = tokens_of(split.train)
+    assert sorted(text) == sorted([*b"aaaabbbb", data.SEPARATOR_ID, data.SEPARATOR_ID])
+    assert text == tokens_of(data.load(str(tmp_path), max_length=2, num_held_out=0).train)
+
+
+def test_a_tokenizer_and_its_separator(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one three five sixteen")
+    assert tokens_of(data.load(str(file), max_length=5, tokenizer=Words()).train) == [3, 5, 4, 7, 99]  # type: ignore[arg-type]
+    words = Words()
+    words.eos_token_id, words.bos_token_id = None, 7
+    assert tokens_of(data.load(str(file), max_length=5, tokenizer=words).train)[-1] == 7  # type: ignore[arg-type]
+
+
+def test_the_standard_library_is_the_same_text_every_time() -> None:
+    documents, root = data.find_documents(data.STDLIB)
+    assert root == Path(sysconfig.get_paths()["stdlib"])
+    parts = {part for path in documents for part in path.relative_to(root).parts}
+    assert not parts & {"site-packages", "dist-packages", "test", "tests"}
+    assert documents == data.find_documents(data.STDLIB)[0]
+    split = data.load(data.STDLIB, max_length=512, num_train=4, num_held_out=2)
+    assert split.held_out is not None
+    assert len(split.held_out) == 2
+    assert len(split.train) >= 4
+    assert max(tokens_of(split.train)) <= data.SEPARATOR_ID
+    train = {tuple(window.tolist()) for window in windows_of(split.train)}
+    assert not train & {tuple(window.tolist()) for window in windows_of(split.held_out)}
+
+
+def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
+    for index in range(20):
+        (tmp_path / f"{index}.txt").write_text("x" * 99)
+    assert data.load(str(tmp_path), max_length=100, num_train=2, num_held_out=1).num_documents == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "short.txt",
+            b"abc",
+            r"short\.txt has 4 tokens \(bytes\) and one window needs 16: set max_length to 4 or less",
+        ),
+        ("empty.txt", b"", r"empty\.txt has 0 tokens.*needs 16: give some text"),
+        ("binary.dat", b"a\x00b" * 30, r"binary\.dat is binary, not text; give a UTF-8 text file"),
+        ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8 \(byte 3\)"),
+    ],
+)
+def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.load(str(file), max_length=16)
+
+
+def test_other_bad_datasets(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not there; name a text file"):
+        data.load(str(tmp_path / "nothing"), max_length=16)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no files"):
+        data.load(str(tmp_path / "empty"), max_length=16)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        data.load(str(tmp_path / "a.txt"), max_length=1)
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "secret.txt").write_text("text")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"secret\.txt cannot be read: Permission denied"):
+        data.load(str(tmp_path / "secret.txt"), max_length=2)
+
+
+def test_windows_refuse_an_index_beyond_the_end() -> None:
+    windows = data.Windows(torch.arange(20, dtype=torch.int32), 10)
+    assert len(windows) == 2
+    with pytest.raises(IndexError):
+        windows[2]

@@ -1,0 +1,283 @@
+"""The package as a whole: who imports whom, what it needs, and whether its documents tell the truth."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import oomb
+from oomb import cli, presets
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "oomb"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
+LAYERS = [
+    {"config", "attention", "memory", "loss", "grads", "presets", "data", "metrics"},
+    {"inputs", "model"},
+    {"engine"},
+    {"trainer", "verify", "bench", "progress"},
+    {"train"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Not needed to import anything of ours. The first group are our extras, the others are what users often have besides.
+OPTIONAL = [
+    "peft", "matplotlib", "triton", "pytest", "hypothesis", "xdist", "ruff", "mypy",
+    "trl", "datasets", "liger_kernel", "flash_attn", "bitsandbytes", "deepspeed", "xformers", "wandb", "tensorboard",
+    "optuna", "sentencepiece", "gguf", "scipy", "pandas", "sklearn", "tiktoken",
+]  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether at the top of the file) of every import; those for type checkers alone are left out."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    top = {id(node) for node in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: imports are absolute here"
+            if node.module == "oomb":
+                found += [(f"oomb.{alias.name}", id(node) in top) for alias in node.names]
+            else:
+                found.append((node.module, id(node) in top))
+    return found
+
+
+def our_imports(path: Path) -> set[str]:
+    """The layered modules of ours that a file imports. What `oomb/__init__.py` defines itself is no module."""
+    names = {name.split(".")[1] for name, _ in imports(path) if name.startswith("oomb.")}
+    return {name for name in names if name in LEVEL or (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()}
+
+
+def layer_violations(name: str, imported: set[str]) -> list[str]:
+    return [other for other in imported if other != name and LEVEL[other] >= LEVEL[name]]
+
+
+def test_every_module_has_its_layer() -> None:
+    ours = {name.split(".")[1] for name in modules() if name != "oomb"}
+    assert ours == set(LEVEL)
+
+
+def test_imports_only_go_down() -> None:
+    for name, path in modules().items():
+        if name != "oomb":
+            wrong = layer_violations(name.split(".")[1], our_imports(path))
+            assert not wrong, f"{name} imports {wrong}, which is not below it"
+
+
+def test_an_upward_import_would_be_seen(tmp_path: Path) -> None:
+    file = tmp_path / "memory.py"
+    file.write_text("def late():\n    from oomb.engine import Engine\n    from oomb import model, __version__\n")
+    assert our_imports(file) == {"engine", "model"}
+    assert sorted(layer_violations("memory", our_imports(file))) == ["engine", "model"]
+    assert layer_violations("engine", {"memory", "model"}) == []
+
+
+def test_only_the_engine_joins_attention_and_memory() -> None:
+    joins = {name for name, path in modules().items() if {"attention", "memory"} <= our_imports(path)}
+    assert joins <= {"oomb.engine", "oomb.model"}
+    for name, path in modules().items():
+        if name.startswith("oomb.attention"):
+            assert our_imports(path) <= {"attention"}
+
+
+def test_third_party_imports_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["dependencies"]}
+    extras = {
+        re.split(r"[<>=\[ ]", entry)[0] for name in ("peft", "plot") for entry in project["optional-dependencies"][name]
+    }
+    for name, path in modules().items():
+        for imported, at_top in imports(path):
+            package = imported.split(".")[0]
+            if package in ("oomb", *sys.stdlib_module_names):
+                continue
+            # Triton comes with the CUDA builds of torch and is tried for.
+            assert package in (core if at_top else core | extras | {"triton"}), f"{name} imports {package}"
+
+
+def test_every_module_imports_with_the_core_dependencies_alone() -> None:
+    program = f"""
+import importlib, importlib.machinery, sys
+blocked = {OPTIONAL!r}
+class Without(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in blocked else super().find_spec(name, path, target)
+sys.meta_path[:] = [Without if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
+for name in {sorted(modules())!r}:
+    importlib.import_module(name)
+import oomb
+assert oomb.Trainer and oomb.Engine and oomb.Config and oomb.UnsupportedModelError
+try:
+    import peft
+except ModuleNotFoundError:
+    print("imported all without", *[name for name in blocked if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "imported all without"
+
+
+def test_import_oomb_and_help_stay_light() -> None:
+    program = "import sys, oomb, oomb.cli; print(*[m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+def test_the_public_names() -> None:
+    for name in oomb.__all__:
+        assert getattr(oomb, name)
+    assert dir(oomb) == sorted(oomb.__all__)
+    with pytest.raises(AttributeError, match="it has Config, Engine"):
+        _ = oomb.Enginge
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == oomb.__version__
+
+
+def test_files_stay_short_and_plain() -> None:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").glob("*.py")]:
+        text = path.read_text()
+        assert text.count("\n") <= 500, path
+        assert not re.search(r"\b(TODO|FIXME|XXX)\b", text) or path.name == "test_packaging.py", path
+
+
+def fences(path: Path, *languages: str) -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in blocks if language in languages]
+
+
+def shown_commands() -> list[str]:
+    lines = (line.strip() for path in DOCUMENTS for block in fences(path, "bash", "sh") for line in block.splitlines())
+    return [line.split("  #")[0].strip() for line in lines if line and not line.startswith("#")]
+
+
+def test_commands_are_shown() -> None:
+    programs = {command.split()[0] for command in shown_commands()}
+    assert programs == {"oomb", "make"}
+    assert {"make demo", "make test", "oomb train", "oomb verify demo"} <= set(shown_commands())
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_shown_commands_are_real(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+        return
+    group: Any = typer.main.get_command(cli.app)
+    context = group.make_context("oomb", words[1:], resilient_parsing=False)
+    name, subcommand, rest = group.resolve_command(context, words[1:])
+    # Parses, or raises a usage error; runs nothing.
+    subcommand.make_context(name, rest)
+
+
+def test_a_command_that_is_not_real_would_be_seen() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        test_shown_commands_are_real("oomb train --max_len 5")
+    with pytest.raises(Exception, match="No such command"):
+        test_shown_commands_are_real("oomb fly")
+
+
+@pytest.mark.parametrize("command", [c for c in shown_commands() if "demo" in c.split() and c.startswith("oomb")])
+def test_quick_commands_run(command: str) -> None:
+    result = CliRunner().invoke(cli.app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_readme_quickstart_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def tiny(name: str, dtype: torch.dtype) -> Any:
+        config = presets.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", staticmethod(tiny))
+    blocks = fences(ROOT / "README.md", "python")
+    names: dict[str, Any] = {}
+    before = None
+    for line in blocks[0].splitlines():
+        exec(line, names)
+        if line.startswith("engine"):
+            before = [p.detach().clone() for p in names["model"].parameters()]
+    assert before is not None
+    after = list(names["model"].parameters())
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert float(names["loss"].detach()) == pytest.approx(5.6, abs=0.5)
+
+
+def test_the_module_table_and_the_diagram_are_true() -> None:
+    text = (ROOT / "README.md").read_text()
+    listed = set(re.findall(r"^\| `(oomb/[\w/]+\.py)` \|", text, re.MULTILINE))
+    real = {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
+    assert listed == real
+    diagram = next(block for block in fences(ROOT / "README.md", "") if "trainer" in block)
+    drawn = [set(line.split()) for line in diagram.splitlines() if line.strip()]
+    assert drawn == LAYERS[::-1]
+
+
+def test_every_setting_is_documented() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    assert {name: ast.literal_eval(default) for name, default in rows} == dataclasses.asdict(oomb.Config())
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_documents_list_every_preset() -> None:
+    assert all(f"`{name}`" in (ROOT / "README.md").read_text() for name in presets.PRESETS)
+
+
+def test_ci_runs_the_tests() -> None:
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("setup", "demo", "test", "lint", "bench"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+def test_the_tree_is_clean(check: list[str]) -> None:
+    program = shutil.which(check[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if program is None:
+        pytest.skip(f"{check[0]} is not installed")
+    done = subprocess.run([program, *check[1:]], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,316 @@
+"""oomb.Trainer against transformers.Trainer: the same arguments must give the same losses and the same weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+
+import oomb
+
+VOCAB = 61
+CHUNKED = oomb.Config(chunk_size=16)
+
+
+class Samples(Dataset):
+    """Sequences of different lengths, padded on the right, the padding masked out of attention and labels."""
+
+    def __init__(self, count: int, length: int, *, padded: bool = True, labels: bool = True) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.samples = []
+        for index in range(count):
+            ids = torch.randint(1, VOCAB, (length,), generator=generator)
+            mask = torch.ones(length, dtype=torch.int64)
+            if padded:
+                mask[length - 5 * (index % 4) :] = 0
+            sample = {"input_ids": ids * mask, "attention_mask": mask}
+            if labels:
+                sample["labels"] = ids.masked_fill(mask == 0, -100)
+                sample["labels"][: index % 3] = -100
+            self.samples.append(sample)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.samples[index]
+
+
+def tiny_model() -> Any:
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        **options,
+    }
+    return TrainingArguments(**settings)
+
+
+def logged(trainer: transformers.Trainer, name: str) -> list[float]:
+    return [record[name] for record in trainer.state.log_history if name in record]
+
+
+def train_both(tmp_path: Path, samples: Samples, **options: Any) -> tuple[transformers.Trainer, oomb.Trainer]:
+    standard = transformers.Trainer(
+        model=tiny_model(), args=arguments(tmp_path / "a", **options), train_dataset=samples, eval_dataset=samples
+    )
+    ours = oomb.Trainer(
+        model=tiny_model(),
+        args=arguments(tmp_path / "b", **options),
+        train_dataset=samples,
+        eval_dataset=samples,
+        engine_config=CHUNKED,
+    )
+    standard.train()
+    ours.train()
+    return standard, ours
+
+
+def assert_same_weights(a: Any, b: Any, tolerance: float) -> None:
+    start = tiny_model().state_dict()
+    for name, value in a.state_dict().items():
+        moved = (value - start[name]).norm()
+        assert (value - b.state_dict()[name]).norm() <= tolerance * moved, name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"gradient_accumulation_steps": 3}, id="accumulation"),
+        pytest.param({"max_grad_norm": 0.05, "weight_decay": 0.1}, id="clipped"),
+        pytest.param({"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}, id="not-averaged"),
+        pytest.param({"optim": "sgd", "learning_rate": 0.5, "gradient_accumulation_steps": 3}, id="sgd"),
+    ],
+)
+def test_same_losses_and_weights_as_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    standard, ours = train_both(tmp_path, Samples(10, 41), **options)
+    assert len(logged(ours, "loss")) == 4
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert logged(ours, name) == pytest.approx(logged(standard, name), rel=2e-5), name
+    # Adam divides by the root of a square, so a rounding difference in a near-zero gradient shows in the weights.
+    assert_same_weights(standard.model, ours.model, tolerance=2e-3 if "optim" not in options else 2e-5)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(standard.evaluate()["eval_loss"], rel=1e-4)
+
+
+def test_another_chunk_size_is_the_same_training_and_another_rate_is_not(tmp_path: Path) -> None:
+    def train(chunk_size: int, rate: float) -> Any:
+        trainer = oomb.Trainer(
+            model=tiny_model(),
+            args=arguments(tmp_path, learning_rate=rate, optim="sgd"),
+            train_dataset=Samples(8, 41),
+            engine_config=oomb.Config(chunk_size=chunk_size),
+        )
+        trainer.train()
+        return trainer.model
+
+    reference = train(64, 0.5)
+    assert_same_weights(reference, train(7, 0.5), tolerance=1e-4)
+    with pytest.raises(AssertionError):
+        assert_same_weights(reference, train(7, 0.4), tolerance=1e-4)
+
+
+def test_mixed_precision_reaches_both_passes(tmp_path: Path) -> None:
+    standard, ours = train_both(tmp_path, Samples(8, 41, padded=False), bf16=True)
+    assert logged(ours, "loss") == pytest.approx(logged(standard, "loss"), rel=2e-3)
+
+    dtypes: list[tuple[torch.dtype, bool]] = []
+    projection = ours.model.model.layers[0].self_attn.k_proj
+    projection.register_forward_hook(lambda module, args, out: dtypes.append((out.dtype, out.requires_grad)))
+    ours.train()
+    assert set(dtypes) == {(torch.bfloat16, False), (torch.bfloat16, True)}
+    assert projection.weight.dtype == torch.float32
+
+
+def test_left_padding_is_refused(tmp_path: Path) -> None:
+    samples = Samples(4, 20)
+    for sample in samples.samples:
+        for name, value in sample.items():
+            sample[name] = value.flip(0)
+    with pytest.raises(ValueError, match="padded on the left"):
+        oomb.Trainer(tiny_model(), arguments(tmp_path), train_dataset=samples).train()
+
+
+def test_a_new_model_of_model_init_gets_a_new_engine(tmp_path: Path) -> None:
+    options = {"args": arguments(tmp_path, bf16=True), "train_dataset": Samples(8, 41, padded=False)}
+    trainer = oomb.Trainer(model_init=tiny_model, engine_config=CHUNKED, **options)
+    first = trainer.engine
+    trainer.train()
+    assert trainer.engine is not first
+    losses = logged(trainer, "loss")
+    standard = transformers.Trainer(model_init=tiny_model, **{**options, "args": arguments(tmp_path, bf16=True)})
+    standard.train()
+    assert losses == pytest.approx(logged(standard, "loss"), rel=2e-3)
+
+
+def test_batches_without_labels_train_on_their_ids(tmp_path: Path) -> None:
+    bare, labelled = Samples(8, 41, labels=False), Samples(8, 41, labels=False)
+    for sample in labelled.samples:
+        sample["labels"] = sample["input_ids"].masked_fill(sample["attention_mask"] == 0, -100)
+    losses = []
+    for samples in (bare, labelled):
+        trainer = oomb.Trainer(
+            tiny_model(),
+            arguments(tmp_path, gradient_accumulation_steps=2),
+            train_dataset=samples,
+            engine_config=CHUNKED,
+        )
+        trainer.train()
+        losses.append([*logged(trainer, "loss"), trainer.evaluate(samples)["eval_loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_metrics_get_logprobs(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen["logprobs"], seen["labels"] = prediction.predictions, prediction.label_ids
+        return {"perplexity": 1.0}
+
+    samples = Samples(4, 41, padded=False)
+    trainer = oomb.Trainer(
+        tiny_model(), arguments(tmp_path), eval_dataset=samples, compute_metrics=metrics, engine_config=CHUNKED
+    )
+    result = trainer.evaluate()
+    counted = seen["labels"][:, 1:] != -100
+    assert seen["logprobs"].shape == (4, 41)
+    assert -seen["logprobs"][:, 1:][counted].mean() == pytest.approx(result["eval_loss"], rel=1e-2)
+    assert result["eval_perplexity"] == 1.0
+
+
+def test_checkpoints_resume_and_callbacks_run(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            calls.append("step")
+
+        def on_save(self, *args: Any, **kwargs: Any) -> None:
+            calls.append("save")
+
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = oomb.Trainer(
+        model=tiny_model(),
+        args=arguments(tmp_path, **options),
+        train_dataset=Samples(8, 41),
+        callbacks=[Recorder()],
+        engine_config=CHUNKED,
+    )
+    whole.train()
+    assert calls == ["step", "step", "save", "step", "step", "save"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.equal(saved.state_dict()[k], v) for k, v in whole.model.state_dict().items())
+    assert saved.config._attn_implementation in ("sdpa", "eager")
+
+    resumed = oomb.Trainer(
+        model=tiny_model(), args=arguments(tmp_path, **options), train_dataset=Samples(8, 41), engine_config=CHUNKED
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_weights(whole.model, resumed.model, tolerance=1e-5)
+
+
+def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="checkpoint_layers=True"):
+        trainer = oomb.Trainer(
+            tiny_model(), arguments(tmp_path, gradient_checkpointing=True), train_dataset=Samples(8, 41)
+        )
+    assert not trainer.args.gradient_checkpointing
+    trainer.train()
+    assert not trainer.model.is_gradient_checkpointing
+
+    model = tiny_model()
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match="switched off"):
+        oomb.Trainer(model, arguments(tmp_path))
+    assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"torch_compile": True}, "fuse="),
+    ],
+)
+def test_arguments_it_cannot_honour_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        oomb.Trainer(tiny_model(), arguments(tmp_path, **options))
+
+
+def test_a_loss_on_logits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine\.logprobs"):
+        oomb.Trainer(tiny_model(), arguments(tmp_path), compute_loss_func=lambda *a, **k: None)
+
+
+def test_inputs_it_would_ignore_are_refused(tmp_path: Path) -> None:
+    samples = Samples(4, 20)
+    for sample in samples.samples:
+        sample["position_ids"] = torch.arange(20)
+    trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), train_dataset=samples)
+    with pytest.raises(ValueError, match="position_ids"):
+        trainer.train()
+
+
+def test_an_unsupported_model_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(oomb.UnsupportedModelError):
+        oomb.Trainer(AutoModelForCausalLM.from_config(config), arguments(tmp_path))
+
+
+def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(5)
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        return peft.get_peft_model(tiny_model(), config)
+
+    models = []
+    for kind, extra in ((transformers.Trainer, {}), (oomb.Trainer, {"engine_config": CHUNKED})):
+        model = adapted()
+        before = copy.deepcopy(model.state_dict())
+        trainer = kind(model=model, args=arguments(tmp_path, optim="sgd"), train_dataset=Samples(8, 41), **extra)
+        trainer.train()
+        models.append(model.state_dict())
+    for name, value in models[0].items():
+        if "lora" in name:
+            assert not torch.equal(models[1][name], before[name]), name
+            torch.testing.assert_close(models[1][name], value, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(models[1][name], before[name]), name
