@@ -12,6 +12,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # The models are tiny: a second thread costs more than it brings, and the test runner has its own workers.
 torch.set_num_threads(1)
 

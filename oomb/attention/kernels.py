@@ -69,6 +69,8 @@ def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, window: None = None, softcap: None = None
 ) -> tuple[Tensor, Tensor]:
     assert not causal or q.shape[2] == k.shape[2], "cuDNN aligns a causal mask to the top left"
+    if q.shape[2] == k.shape[2] == 1:  # the one shape that it does not do
+        return _flash_forward(q, k, v, scale=scale, causal=causal)
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.view(q.shape[:3])
 
@@ -86,6 +88,8 @@ def _cudnn_backward(
     window: None = None,
     softcap: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if q.shape[2] == k.shape[2] == 1:
+        return _flash_backward(dout, q, k, v, out, lse, scale=scale, causal=causal)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout,

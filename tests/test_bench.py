@@ -1,0 +1,71 @@
+"""The benchmark measures both modes, writes what it measured, and does not let a wrong result pass for a fast one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from oomb import bench
+from oomb.presets import PRESETS, load_model
+
+
+def test_both_modes_agree_and_are_reported(tmp_path: Path) -> None:
+    seen: list[bench.Row] = []
+    shape = PRESETS["demo"]
+    report = bench.run("demo", [96, 64], chunk_size=16, device="cpu", repeats=2, on_row=seen.append)
+    assert [(row.mode, row.context) for row in report.rows] == [
+        ("standard", 64), ("oomb", 64), ("standard", 96), ("oomb", 96),
+    ]  # fmt: skip
+    assert report.rows == seen and report.is_right
+    for row in report.rows:
+        assert row.problem is None and row.seconds and row.tokens_per_second == pytest.approx(row.context / row.seconds)
+        assert len(row.all_seconds) == 2
+        if row.mode == "oomb":
+            # K, V and their gradients in float32, for all chunks but the last.
+            width = shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+            assert row.page_bytes == width * 4 * 4 * (row.context - 16)
+            assert row.grad_difference is not None and row.grad_difference < 1e-4
+    written = json.loads(report.save(tmp_path / "deep" / "report.json").read_text())
+    assert written["rows"][1]["context"] == 64 and written["settings"]["chunk_size"] == 16
+    assert written["machine"]["versions"]["torch"] == torch.__version__
+    assert report.table().row_count == 4
+
+
+def test_a_wrong_result_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = bench.EngineStep.__call__
+
+    def wrong(self: bench.EngineStep, ids: torch.Tensor) -> torch.Tensor:
+        loss = correct(self, ids)
+        for parameter in self.engine.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 1.5
+        return loss
+
+    monkeypatch.setattr(bench.EngineStep, "__call__", wrong)
+    report = bench.run("demo", [64], chunk_size=16, device="cpu")
+    assert not report.is_right
+    assert report.rows[1].problem is not None and report.rows[1].problem.startswith("WRONG")
+
+
+def test_bad_requests_are_refused_before_any_work() -> None:
+    with pytest.raises(ValueError, match="unknown mode 'fast'"):
+        bench.run("demo", [64], modes=["fast"])
+    with pytest.raises(ValueError, match="at least one context"):
+        bench.run("demo", [])
+    with pytest.raises(ValueError, match="unknown setting 'chunks'"):
+        bench.run("demo", [64], settings={"chunks": 3})
+
+
+def test_flops_count_matrices_and_attention() -> None:
+    from oomb.model import CausalLM
+
+    model = CausalLM(load_model("demo", device="cpu"))
+    shape = PRESETS["demo"]
+    layers, hidden, wide = shape["num_hidden_layers"], shape["hidden_size"], shape["intermediate_size"]
+    q, kv = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
+    # The tied table counts once, as the head.
+    matrices = layers * hidden * (2 * q + 2 * kv + 3 * wide) + shape["vocab_size"] * hidden
+    assert bench.step_flops(model, 1000) == 1000 * (6 * matrices + 6 * 1000 * layers * q)
