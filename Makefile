@@ -1,6 +1,6 @@
 # Every target does its own set-up. A fresh clone needs python3 (3.11 or newer) and make, nothing else.
 #
-#   make demo     train a small model at a 16K-token context, about three minutes on two CPU cores
+#   make demo     train a small model at a 16K-token context, a few minutes on two CPU cores
 #   make test     lint, types and tests
 #   make bench    time and memory beside standard training (a GPU is needed for the larger contexts)
 

@@ -140,7 +140,7 @@ def train(
     ] = "16384",
     max_steps: Annotated[
         int | None,
-        typer.Option("--max_steps", help="Optimizer steps. Default: one epoch; the demo: 30, with a GPU 200."),
+        typer.Option("--max_steps", help="Optimizer steps. Default: one epoch; the demo: 20, with a GPU 200."),
     ] = None,
     learning_rate: Annotated[
         float | None,

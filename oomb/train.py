@@ -30,7 +30,7 @@ from oomb.trainer import Trainer
 DEMO = "demo"
 # The best of six rates from 3e-3 to 2e-2 by held-out loss after 24 steps; above it the loss stops falling.
 DEMO_LEARNING_RATE = 4e-3
-DEMO_STEPS = {"cpu": 30, "cuda": 200}
+DEMO_STEPS = {"cpu": 20, "cuda": 200}
 LEARNING_RATE = 5e-5
 
 EXIT_INTERRUPTED = 130
