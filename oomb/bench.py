@@ -211,10 +211,10 @@ def _measure(
     row = Row(mode=mode, context=ids.shape[1])
     on_gpu = place.type == "cuda"
     try:
-        # Compilation and kernel plans belong to the first step of a training run, not to its pace.
+        # Compilation, kernel plans and the allocator's first requests belong to a run's first step, not to its pace.
         step(ids[:, : min(ids.shape[1], 16384)])
         for _ in range(repeats):
-            _reset(network)
+            _clear_grads(network)
             meter = metrics.MemoryMeter(place)
             begin = time.perf_counter()
             row.loss = float(step(ids))
@@ -245,9 +245,13 @@ def _compare(row: Row, other: Row | None, network: nn.Module, sample: dict[str, 
         row.problem = f"WRONG: loss {row.loss:.4f} against {other.loss:.4f}, gradients {row.grad_difference:.1e} apart"
 
 
-def _reset(network: nn.Module) -> None:
+def _clear_grads(network: nn.Module) -> None:
     for parameter in network.parameters():
         parameter.grad = None
+
+
+def _reset(network: nn.Module) -> None:
+    _clear_grads(network)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

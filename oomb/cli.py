@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from oomb import __version__, presets
+from oomb.config import Config
 
 T = TypeVar("T")
 
@@ -37,6 +38,27 @@ ChunkSize = Annotated[
 ]
 Kernels = Annotated[str, typer.Option("--kernels", help="Attention kernels: auto, cudnn, flash or torch.")]
 Fuse = Annotated[str, typer.Option("--fuse", help="Fusing by torch.compile: auto (on a GPU), compile or off.")]
+CheckpointLayers = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint_layers",
+        help="Recompute each layer in a chunk's backward: auto (if its activations would not fit), true or false.",
+    ),
+]
+KeepAttention = Annotated[
+    bool,
+    typer.Option(
+        "--keep_attention",
+        help="Keep attention outputs from the fill pass: faster, for GPU memory that grows with the context.",
+    ),
+]
+ParamGradDtype = Annotated[
+    str,
+    typer.Option(
+        "--param_grad_dtype",
+        help="Sum parameter gradients over chunks in float32, or in the parameters' own dtype: auto, float32, param.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16 or float16.")
@@ -75,13 +97,13 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def _engine_settings(chunk_size: int | None, kernels: str, fuse: str) -> dict[str, Any]:
-    from oomb.config import Config
-
-    chosen: dict[str, Any] = {"kernels": kernels, "fuse": fuse}
-    if chunk_size is not None:
-        chosen["chunk_size"] = chunk_size
-    Config.from_dict(chosen)
+def _engine_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of a command's options that are fields of `oomb.Config`, checked."""
+    names = Config.field_names()
+    chosen = {name: value for name, value in options.items() if name in names and value is not None}
+    words = {"true": True, "false": False}
+    chosen = {name: words.get(value, value) if isinstance(value, str) else value for name, value in chosen.items()}
+    Config(**chosen)
     return chosen
 
 
@@ -182,6 +204,9 @@ def train(
     dtype: Dtype = "auto",
     device: Device = "auto",
     chunk_size: ChunkSize = None,
+    checkpoint_layers: CheckpointLayers = "auto",
+    keep_attention: KeepAttention = False,
+    param_grad_dtype: ParamGradDtype = "auto",
     kernels: Kernels = "auto",
     fuse: Fuse = "auto",
 ) -> None:
@@ -196,9 +221,10 @@ def train(
     chunk and saves.
     """
     with _one_clear_message():
-        settings = {name: value for name, value in locals().items() if name not in ("chunk_size", "kernels", "fuse")}
-        settings["max_length"] = parse_tokens(max_length)
-        settings["engine"] = _engine_settings(chunk_size, kernels, fuse)
+        options = dict(locals())
+        engine = _engine_settings(options)
+        settings = {name: value for name, value in options.items() if name not in Config.field_names()}
+        settings |= {"max_length": parse_tokens(max_length), "engine": engine}
         presets.check_model_name(model_name_or_path)
         _quiet()
         from oomb.train import Settings, run
@@ -227,6 +253,7 @@ def verify(
         typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
+    keep_attention: KeepAttention = False,
     kernels: Kernels = "auto",
     fuse: Fuse = "auto",
 ) -> None:
@@ -236,6 +263,7 @@ def verify(
     exit code 0 for "trust it", 1 for "do not trust", 2 where the comparison could not be made.
     """
     with _one_clear_message():
+        settings = _engine_settings({"kernels": kernels, "fuse": fuse, "keep_attention": keep_attention})
         presets.check_model_name(model)
         _quiet()
         from oomb.verify import verify as compare
@@ -247,7 +275,7 @@ def verify(
             dtype=dtype,
             device=device,
             num_layers=layers,
-            settings=_engine_settings(None, kernels, fuse),
+            settings=settings,
             seed=seed,
         )
     console = Console()
@@ -287,6 +315,9 @@ def bench(
     dtype: Dtype = "auto",
     device: Device = "auto",
     chunk_size: Annotated[int, typer.Option("--chunk_size", help="Tokens per chunk.")] = 4096,
+    checkpoint_layers: CheckpointLayers = "auto",
+    keep_attention: KeepAttention = False,
+    param_grad_dtype: ParamGradDtype = "auto",
     kernels: Kernels = "auto",
     fuse: Fuse = "auto",
 ) -> None:
@@ -295,6 +326,7 @@ def bench(
     Forward and backward of one sequence of random tokens, all gradients, no optimizer.
     """
     with _one_clear_message():
+        settings = _engine_settings(locals())
         if repeats < 1:
             raise ValueError(f"--repeats is {repeats}; it must be 1 or more")
         chosen_modes = parse_list(modes, str.strip)
@@ -306,7 +338,7 @@ def bench(
         name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
         presets.check_model_name(name)
         lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
-        settings = _engine_settings(None, kernels, fuse)
+        settings.pop("chunk_size")
         precision = str(presets.resolve_dtype(dtype, place)).removeprefix("torch.")
         _quiet()
         from oomb import bench as benchmark

@@ -66,8 +66,11 @@ class Config:
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Config:
         """A Config from plain settings, with a message that names the unknown key if there is one."""
-        known = {f.name for f in fields(cls)}
         for key in settings:
-            if key not in known:
-                raise ValueError(f"unknown setting {key!r}; the settings are {', '.join(sorted(known))}")
+            if key not in cls.field_names():
+                raise ValueError(f"unknown setting {key!r}; the settings are {', '.join(cls.field_names())}")
         return cls(**settings)
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]

@@ -63,11 +63,12 @@ class Engine:
         over counted tokens, or the sum over `num_items` where that is given."""
         batch = self._check(input_ids, labels, attention_mask)
         num_counted = int((batch.targets != IGNORED).sum())
-        if num_counted == 0:
+        if num_counted == 0 and num_items is None:
             raise ValueError(
                 "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
             )
-        return -self._target_logprobs(batch).sum() / (num_counted if num_items is None else num_items)
+        total = -self._target_logprobs(batch).sum()
+        return total / (num_counted if num_items is None else num_items)
 
     def logprobs(self, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
         """[B, T]: log p(token t | tokens before t); 0 at the first token and at padding."""
@@ -277,7 +278,7 @@ class Sequence:
             return
         free = _free_bytes(self.model.device)
         num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
-        needed = len(self.model.layers) * self.model.activation_bytes(num_tokens)
+        needed = len(self.model.layers) * self.model.activation_bytes(num_tokens, self.engine.fuse)
         needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self.engine.sums_in_float32)
         self.checkpoint_layers = free is not None and needed > 0.9 * free
 

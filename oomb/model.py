@@ -99,7 +99,6 @@ class CausalLM:
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
         self.layers = _decoder_layers(self.lm, self.backbone, self.config.num_hidden_layers)
         self.vocab_size = self.lm.get_input_embeddings().weight.shape[0]
-        self.device = self.lm.get_input_embeddings().weight.device
         self.pad_token_id = _own_pad_token(self.config)
         self.head = _without_backbone(self.lm)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
@@ -112,6 +111,10 @@ class CausalLM:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self.head(inputs_embeds=hidden_ND.unsqueeze(0), use_cache=False).logits.squeeze(0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.get_input_embeddings().weight.device
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.lm.parameters()
@@ -193,8 +196,9 @@ class CausalLM:
                 else:
                     layer._compiled_call_impl = users_own
 
-    def activation_bytes(self, num_tokens: int) -> int:
-        """About what a layer keeps for its backward: inputs and outputs of its matrices, half as much for the rest."""
+    def activation_bytes(self, num_tokens: int, compiled: bool) -> int:
+        """About what a layer keeps for its backward, going by the inputs and outputs of its matrices. Measured on a
+        Qwen2 layer in bfloat16: 0.9 times these when compiled, 1.3 times when not."""
         config = self.config
         top_k = getattr(config, "num_experts_per_tok", 1) or 1
         itemsize = next(self.backbone.parameters()).dtype.itemsize
@@ -204,7 +208,7 @@ class CausalLM:
                 width += sum(parameter.shape)
             elif parameter.ndim == 3:
                 width += top_k * sum(parameter.shape[1:])
-        return int(num_tokens * width * itemsize * 1.5)
+        return int(num_tokens * width * itemsize * (1.0 if compiled else 1.4))
 
 
 def _unwrap(model: nn.Module) -> PreTrainedModel:
@@ -237,6 +241,11 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
             )
     if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} is not a causal decoder")
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{name} is set to add a load-balancing loss over the whole sequence (config.output_router_logits=True), "
+            "which chunks do not see: set it to False"
+        )
     backbone = getattr(model, model.base_model_prefix, None)
     if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
         raise UnsupportedModelError(
@@ -334,6 +343,8 @@ class _Given(nn.Module):
 def _without_backbone(lm: PreTrainedModel) -> PreTrainedModel:
     """A shallow copy of the model that shares its head and maps given hidden states to logits."""
     head = copy.copy(lm)
+    # Libraries that wrap `forward` on the instance (accelerate's mixed precision) have bound it to the original.
+    head.__dict__.pop("forward", None)
     head._modules = {**lm._modules, lm.base_model_prefix: _Given()}
     return head
 

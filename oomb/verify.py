@@ -24,11 +24,12 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative error of a parameter's gradient, and of the loss. Hugging Face computes RoPE and norms in float32
 in most models even where the weights are float64, which bounds float64 at about 1e-7."""
 
-MAX_RATIO = 1.1
-"""Half precision: the engine's error over the whole gradient, as a multiple of standard training's."""
+MAX_RATIO = 1.2
+"""Half precision: the engine's error over the whole gradient, as a multiple of standard training's. Two correct
+computations of tiny models are up to 1.15 apart by chance, those of large ones much less."""
 
 MAX_PARAMETER_RATIO = 1.5
-"""The same for a single parameter, where a small tensor's rounding leaves the ratio more to chance."""
+"""The same for a single parameter; a small tensor, whose ratio is more up to chance, is given more (`Row.limit`)."""
 
 FLOOR = 1e-2
 """A parameter whose gradient is under this fraction of the typical one is measured against the fraction instead:
@@ -40,16 +41,29 @@ class Row:
     """One parameter: the error of the engine's gradient and, in half precision, that of standard training's."""
 
     name: str
+    num_elements: int
     norm: float
     error: float
     standard_error: float | None = None
+    is_negligible: bool = False
+    """Under the floor: counts in the total only."""
+
+    @property
+    def ratio(self) -> float:
+        assert self.standard_error is not None
+        return self.error / self.standard_error if self.standard_error > 0 else float(self.error > 0) * float("inf")
+
+    @property
+    def limit(self) -> float:
+        # The error of n roundings is known to about 1 / sqrt(2 n), and there are two of them.
+        return MAX_PARAMETER_RATIO * (1 + 2 * self.num_elements**-0.5)
 
     @property
     def badness(self) -> float:
-        """What the verdict goes by: the error, or its ratio to standard training's."""
+        """What rows are sorted by: the error, or in half precision the share of its limit that the ratio takes."""
         if self.standard_error is None:
             return self.error
-        return self.error / self.standard_error if self.standard_error > 0 else float(self.error > 0) * float("inf")
+        return 0.0 if self.is_negligible else self.ratio / self.limit
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class Comparison:
         for row in self.rows[:num_rows]:
             cells = [row.name, f"{row.norm:.3e}", f"{row.error:.2e}"]
             if row.standard_error is not None:
-                cells += [f"{row.standard_error:.2e}", f"{row.badness:.2f}"]
+                cells += [f"{row.standard_error:.2e}", f"{row.ratio:.2f}"]
             table.add_row(*cells)
         return table
 
@@ -122,9 +136,14 @@ def verify(
 def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) -> Comparison:
     """Compare on random tokens. Dropout is off. The model's weights come back as they were, its `.grad` empty."""
     engine = Engine(model, config)
+    parameter = next(model.parameters())
+    if parameter.dtype not in TOLERANCE and _is_mixture_of_experts(model):
+        raise ValueError(
+            f"in {str(parameter.dtype).removeprefix('torch.')} a rounding difference sends a token to another expert, "
+            "and two correct computations differ at random: compare a mixture of experts in float32"
+        )
     was_training = model.training
     model.eval()
-    parameter = next(model.parameters())
     vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (1, context), generator=generator).to(parameter.device)
@@ -175,10 +194,9 @@ def _problems(
         found.append(
             f"the error is {total / max(total_standard, 1e-30):.2f} x standard training's, more than {MAX_RATIO}"
         )
-    if rows and rows[0].badness > MAX_PARAMETER_RATIO:
+    if rows and rows[0].badness > 1:
         found.append(
-            f"the error of {rows[0].name} is {rows[0].badness:.2f} x standard training's, "
-            f"more than {MAX_PARAMETER_RATIO}"
+            f"the error of {rows[0].name} is {rows[0].ratio:.2f} x standard training's, more than {rows[0].limit:.2f}"
         )
     return found
 
@@ -216,6 +234,12 @@ def _float32_gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
             p.data = p.data.to(dtype)
 
 
+def _is_mixture_of_experts(model: nn.Module) -> bool:
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+
 def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x.double()))
 
@@ -234,9 +258,18 @@ def _rows(truth: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[st
     typical = (sum(norm**2 for norm in norms.values()) / num_elements) ** 0.5
     rows = []
     for name, x in truth.items():
-        scale = max(norms[name], FLOOR * typical * x.numel() ** 0.5, 1e-30)
-        standard_error = None if standard is None else _distance(standard[name], x) / scale
-        rows.append(Row(name, norms[name], _distance(engine[name], x) / scale, standard_error))
+        floor = FLOOR * typical * x.numel() ** 0.5
+        scale = max(norms[name], floor, 1e-30)
+        rows.append(
+            Row(
+                name=name,
+                num_elements=x.numel(),
+                norm=norms[name],
+                error=_distance(engine[name], x) / scale,
+                standard_error=None if standard is None else _distance(standard[name], x) / scale,
+                is_negligible=norms[name] < floor,
+            )
+        )
     return rows
 
 

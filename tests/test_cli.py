@@ -221,7 +221,37 @@ def test_verify_does_not_trust_wrong_gradients(saved_model: Path, monkeypatch: p
     monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.4)
     result = invoke("verify", saved_model, *options, "--dtype", "bfloat16")
     assert result.exit_code == 1, result.output
-    assert "x standard training's, more than 1.1" in result.output
+    assert "x standard training's, more than 1.2" in result.output
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    model = presets.load_model("demo", device="cpu", dtype=dtype)
+    wrong = "model.layers.1.mlp.up_proj.weight"
+    gradients = verify._gradients
+    calls: list[int] = []
+
+    def spoil_the_first(*args: Any) -> Any:
+        loss, found = gradients(*args)
+        if not calls:
+            found[wrong] = found[wrong] * 1.05
+        calls.append(1)
+        return loss, found
+
+    assert verify.compare(model, Config(chunk_size=48), context=160).trusted
+    monkeypatch.setattr(verify, "_gradients", spoil_the_first)
+    comparison = verify.compare(model, Config(chunk_size=48), context=160)
+    assert not comparison.trusted
+    assert comparison.rows[0].name == wrong
+    assert wrong in comparison.verdict
+
+
+def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
+    config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config)
+    assert verify.compare(model, Config(chunk_size=24), context=64).trusted
+    with pytest.raises(ValueError, match="compare a mixture of experts in float32"):
+        verify.compare(model.bfloat16(), Config(chunk_size=24), context=64)
 
 
 def test_verify_leaves_the_model_as_it_was() -> None:
