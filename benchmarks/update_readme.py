@@ -53,8 +53,8 @@ def table() -> str:
     error = load("gradient_error_qwen2.5-7b_16384_512.json")["summary"]["oomb default"]["worst_ratio_to_standard"]
     lines += [
         "",
-        "Standard training is Hugging Face with every layer checkpointed, cuDNN attention and a tiled loss, measured in "
-        f"the same run as the last column. From {shortest:,} to {longest:,} tokens oomb's memory (without kept "
+        "Standard training is Hugging Face with every layer checkpointed, cuDNN attention and a tiled loss, measured "
+        f"in the same run as the last column. From {shortest:,} to {longest:,} tokens oomb's memory (without kept "
         f"attention) grows by {growth / 2**30:.2f} GiB; K, V and their gradients take {pages / 2**30:.2f} GiB more. "
         "Against a float32 reference, at 32 chunks, no layer's gradient error is above "
         f"{error:.2f} times that of standard training.",
