@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from oomb import metrics
 from oomb.config import Config
 from oomb.engine import Engine
-from oomb.loss import TiledHead
+from oomb.loss import IGNORED, TiledHead
 from oomb.model import CausalLM
 from oomb.presets import load_model
 
@@ -169,8 +169,7 @@ class StandardStep:
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.model.device)
-        targets = ids.roll(-1, dims=1).flatten()
-        targets[-1] = -100
+        targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
         num_counted = ids.shape[1] - 1
         was_training = self.network.training
         self.network.train()
@@ -184,10 +183,9 @@ class StandardStep:
         try:
             with sdpa_kernel(order, set_priority=True):
                 hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
-                rows = hidden.detach().flatten(0, 1)
-                logp = self.head.logprobs(rows, targets)
-                dhidden = self.head.backward(rows, targets, torch.full_like(logp, -1 / num_counted))
-                hidden.backward(dhidden.view_as(hidden))
+                logp = self.head.logprobs(hidden, targets)
+                dhidden = self.head.backward(hidden, targets, torch.full_like(logp, -1 / num_counted))
+                hidden.backward(dhidden)
         finally:
             self.model.lm.gradient_checkpointing_disable()
             self.network.train(was_training)

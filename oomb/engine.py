@@ -7,7 +7,7 @@ gradient pass  chunks in reverse: the chunk is computed again, now with a graph,
                there. Parameter gradients accumulate in `.grad`.
 
 With `loss.backward()` in between this is exact back-propagation through the whole sequence; activation memory is that
-of one chunk. B batch, T tokens, N = B x T rows, D hidden size.
+of one chunk. B batch, T tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ from torch import Tensor, nn
 
 from oomb.attention.dense import ChunkAttention, Spec, attend
 from oomb.config import Config
-from oomb.grads import accumulate_in_float32, pending_bytes
+from oomb.grads import accumulate_in_float32, float32_sums_fit, pending_bytes
 from oomb.inputs import Batch
 from oomb.loss import IGNORED, TiledHead
-from oomb.memory import PageStore
-from oomb.model import CausalLM, UnsupportedModelError
-
-FLOAT32_SUMS_SHARE = 0.25
-"""With param_grad_dtype="auto", parameter gradients are summed in float32 if that takes at most this share of a GPU.
-The rule does not look at the sequence, so that a longer one takes more pages and nothing else."""
+from oomb.memory import PageStore, free_bytes
+from oomb.model import CausalLM, UnsupportedModelError, callers_autocast
 
 
 class Engine:
@@ -47,7 +43,9 @@ class Engine:
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
         self.keeper: weakref.ref[Sequence] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
-        self.sums_in_float32 = self._decide_float32_sums()
+        self.sums_in_float32 = self.config.param_grad_dtype == "float32" or (
+            self.config.param_grad_dtype == "auto" and float32_sums_fit(self.model.parameters(), self.model.device)
+        )
         self.page_bytes = 0
         """Bytes that the pages of the latest gradient pass took at their peak."""
 
@@ -78,14 +76,6 @@ class Engine:
     def _check(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> Batch:
         pad = self.model.pad_token_id
         return Batch.check(input_ids, labels, attention_mask, vocab_size=self.model.vocab_size, pad_token_id=pad)
-
-    def _decide_float32_sums(self) -> bool:
-        if self.config.param_grad_dtype != "auto":
-            return self.config.param_grad_dtype == "float32"
-        if self.model.device.type != "cuda":
-            return True
-        room = FLOAT32_SUMS_SHARE * torch.cuda.get_device_properties(self.model.device).total_memory
-        return pending_bytes(self.model.parameters(), in_float32=True) <= room
 
     def _target_logprobs(self, batch: Batch) -> Tensor:
         """[B, T]: log-probability of every position's target. Its backward is the gradient pass."""
@@ -126,11 +116,10 @@ class Sequence:
             num_layers=len(self.model.layers),
             kv_dtype=_dtype(self.config.kv_dtype),
             grad_dtype=_dtype(self.config.grad_dtype),
-            free_bytes=_free_bytes,
         )
         # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
         self.seed = int(torch.randint(2**62, ())) if self.model.draws_random_numbers() else None
-        self.autocast = _current_autocast(self.model.device.type)
+        self.autocast = callers_autocast(self.model.device.type)
         self.now = self.bounds[0]
         self.attended: dict[int, int | None] | None = None
         """Window of every layer that has attended in the forward under way."""
@@ -155,7 +144,7 @@ class Sequence:
                         self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
                 else:
                     hidden = self._hidden(index, grad=False)
-                logp.append(self._chunk_logprobs(hidden.detach()))
+                logp.append(self.engine.head.logprobs(hidden, self._targets()))
                 self._report("fill", index + 1)
         missing = self.batch.ids.shape[1] - self.bounds[-1][1]
         return torch.cat([*logp, logp[0].new_zeros(len(self.batch.ids), missing)], dim=1)
@@ -176,7 +165,7 @@ class Sequence:
                     if hidden is None:
                         hidden = self._hidden(index, grad=True)
                     start, end = self.now = self.bounds[index]
-                    dhidden = self._chunk_logprobs_backward(hidden.detach(), dlogp_BT[:, start:end])
+                    dhidden = self.engine.head.backward(hidden, self._targets(), dlogp_BT[:, start:end])
                     if hidden.requires_grad:
                         torch.autograd.backward(hidden, dhidden)
                     self.kept_attention.pop(start, None)
@@ -232,6 +221,10 @@ class Sequence:
         self.attended = None
         return hidden
 
+    def _targets(self) -> Tensor:
+        start, end = self.now
+        return self.batch.targets[:, start:end]
+
     def _note(self, layer: int, window: int | None) -> None:
         if self.attended is not None:
             if layer in self.attended:
@@ -240,43 +233,11 @@ class Sequence:
                 )
             self.attended[layer] = window
 
-    def _chunk_logprobs(self, hidden_BTD: Tensor) -> Tensor:
-        rows, targets = self._counted_rows()
-        hidden_ND = hidden_BTD.flatten(0, 1)
-        logp = torch.zeros(
-            len(hidden_ND), dtype=torch.promote_types(hidden_ND.dtype, torch.float32), device=hidden_ND.device
-        )
-        if rows is None:
-            logp.copy_(self.engine.head.logprobs(hidden_ND, targets))
-        elif len(rows):
-            logp[rows] = self.engine.head.logprobs(hidden_ND[rows], targets).to(logp.dtype)
-        return logp.view(hidden_BTD.shape[:2])
-
-    def _chunk_logprobs_backward(self, hidden_BTD: Tensor, dlogp_BT: Tensor) -> Tensor:
-        rows, targets = self._counted_rows()
-        hidden_ND, dlogp_N = hidden_BTD.flatten(0, 1), dlogp_BT.flatten()
-        if rows is None:
-            return self.engine.head.backward(hidden_ND, targets, dlogp_N).view_as(hidden_BTD)
-        dhidden = torch.zeros_like(hidden_ND)
-        if len(rows):
-            dhidden[rows] = self.engine.head.backward(hidden_ND[rows], targets, dlogp_N[rows])
-        return dhidden.view_as(hidden_BTD)
-
-    def _counted_rows(self) -> tuple[Tensor | None, Tensor]:
-        """Which rows of the current chunk the head must run on, and their targets. None stands for all: leaving out a
-        few would only spoil the shape."""
-        start, end = self.now
-        targets = self.batch.targets[:, start:end].flatten()
-        rows = (targets != IGNORED).nonzero().flatten()
-        if len(rows) > 0.9 * len(targets):
-            return None, targets.to(self.model.device)
-        return rows.to(self.model.device), targets[rows].to(self.model.device)
-
     def _decide_checkpointing(self) -> None:
         """Settles "auto" when all pages of K and V exist and the first graph is about to be built."""
         if self.config.checkpoint_layers != "auto":
             return
-        free = _free_bytes(self.model.device)
+        free = free_bytes(self.model.device)
         num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
         needed = len(self.model.layers) * self.model.activation_bytes(num_tokens, self.engine.fuse)
         needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self.engine.sums_in_float32)
@@ -305,22 +266,3 @@ class Sequence:
 
 def _dtype(name: str) -> torch.dtype | None:
     return None if name == "auto" else getattr(torch, name)
-
-
-def _current_autocast(device_type: str) -> torch.autocast:
-    """The caller's autocast, to be entered again in the backward. Without its cache, which would hand weights that were
-    cast without a graph to the passes that need one."""
-    return torch.autocast(
-        device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-        cache_enabled=False,
-    )
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """GPU memory that can still be taken, or None where nobody counts it."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused

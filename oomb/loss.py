@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens without a [tokens, vocabulary] tensor: the head runs in tiles, both ways.
 
-N rows (tokens of a chunk), V vocabulary, D hidden size. Sums over the vocabulary are in float32 (float64 for a float64
-model). The head is any differentiable function from hidden states to logits.
+B batch, T tokens, N rows (tokens that count), V vocabulary, D hidden size. Sums over the vocabulary are in float32
+(float64 for a float64 model). The head is any differentiable function from hidden states to logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ to keep a GPU's matrix units busy and to add to the head's gradient seldom."""
 class TiledHead:
     """From hidden states to log-probabilities of targets and back, a tile of rows at a time.
 
-    With `fuse`, the arithmetic between logits and log-probabilities is compiled for the first number of rows seen, that
+    With `fuse`, the arithmetic between logits and log-probabilities is compiled for the largest number of rows seen, that
     of a full chunk; other numbers take the plain path with smaller tiles.
     """
 
@@ -33,18 +33,28 @@ class TiledHead:
         self.head = head
         self.vocab_size = vocab_size
         self.fused = (torch.compile(_forward, dynamic=False), torch.compile(_backward, dynamic=False)) if fuse else None
-        self.fused_rows: int | None = None
+        self.fused_rows = 0
 
-    def logprobs(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """log p(target) of each row, 0 where the target is ignored, without a graph."""
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """[B, T]: log p(target), 0 where the target is ignored. Without a graph."""
+        hidden_ND = hidden_BTD.detach().flatten(0, 1)
+        rows, targets = _counted(targets_BT, hidden_ND.device)
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        logp = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
+        math, tiles = self._plan(hidden_ND[rows], targets)
         with torch.no_grad():
-            math, tiles = self._plan(hidden_ND, targets_N)
-            return torch.cat([math[0](self.head(h), t)[0] for h, t in tiles])
+            parts = [math[0](self.head(h), t)[0] for h, t in tiles]
+        if parts:
+            logp[rows] = torch.cat(parts).to(wide)
+        return logp.view(targets_BT.shape)
 
-    def backward(self, hidden_ND: Tensor, targets_N: Tensor, dlogp_N: Tensor) -> Tensor:
+    def backward(self, hidden_BTD: Tensor, targets_BT: Tensor, dlogp_BT: Tensor) -> Tensor:
         """d hidden from d logp; the head's own parameters receive their gradients on the way."""
-        dhidden = torch.empty_like(hidden_ND)
-        math, tiles = self._plan(hidden_ND, targets_N, dlogp_N, dhidden)
+        hidden_ND = hidden_BTD.detach().flatten(0, 1)
+        rows, targets = _counted(targets_BT, hidden_ND.device)
+        dhidden = torch.zeros_like(hidden_ND)
+        counted = dhidden[rows]
+        math, tiles = self._plan(hidden_ND[rows], targets, dlogp_BT.flatten()[rows], counted)
         for h, t, dlogp, out in tiles:
             h = h.detach().requires_grad_()
             with torch.enable_grad():
@@ -52,14 +62,14 @@ class TiledHead:
             torch.autograd.backward(logp, dlogp)
             assert h.grad is not None
             out.copy_(h.grad)
-        return dhidden
+        dhidden[rows] = counted
+        return dhidden.view_as(hidden_BTD)
 
     def _plan(
         self, *rows: Tensor
     ) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], Iterator[tuple[Tensor, ...]]]:
         total = rows[0].shape[0]
-        if self.fused_rows is None:
-            self.fused_rows = total
+        self.fused_rows = max(self.fused_rows, total)
         if self.fused is not None and total == self.fused_rows:
             return self.fused, _tiles(FUSED_TILE // self.vocab_size, *rows)
         return (_forward, _backward), _tiles(PLAIN_TILE // self.vocab_size, *rows)
@@ -93,9 +103,21 @@ def _backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, dlogp_N: Tens
     return (scale * (is_target.to(probs.dtype) - probs)).to(logits_NV.dtype)
 
 
+def _counted(targets_BT: Tensor, device: torch.device) -> tuple[Tensor | slice, Tensor]:
+    """The rows that the head must run on, and their targets. All of them if most count: leaving out a few would only
+    spoil the shape."""
+    targets = targets_BT.flatten()
+    rows = (targets != IGNORED).nonzero().flatten()
+    if len(rows) > 0.9 * len(targets):
+        return slice(None), targets.to(device)
+    return rows.to(device), targets[rows].to(device)
+
+
 def _tiles(most_rows: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Slices of one size (but the last) of all tensors along their first dimension, of `most_rows` at the most."""
     total = rows[0].shape[0]
+    if total == 0:
+        return
     num_tiles = -(-total // max(1, most_rows))
     tile = -(-total // num_tiles)
     for start in range(0, total, tile):

@@ -7,7 +7,7 @@ that wrote it; gradient pages exist from the first touch on. Nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ class OutOfPages(MemoryError):
     """The pages a sequence needs do not fit."""
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """GPU memory that can still be taken, or None where nobody counts it."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 class PageStore:
     """Pages of every layer for the `capacity` tokens that later chunks read (the last chunk's are read by nobody)."""
 
@@ -32,14 +40,12 @@ class PageStore:
         num_layers: int,
         kv_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        free_bytes: Callable[[torch.device], int | None] = lambda device: None,
     ) -> None:
         self.capacity = capacity
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self.kv_dtype = kv_dtype
         self.grad_dtype = grad_dtype
-        self.free_bytes = free_bytes
         self.layers: dict[int, LayerPages] = {}
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -69,7 +75,7 @@ class PageStore:
 
     def _check_room(self, k: Tensor, v: Tensor) -> None:
         """Refuses before the first page is taken if the pages of all layers can't fit, going by the first layer's."""
-        free = self.free_bytes(k.device)
+        free = free_bytes(k.device)
         if free is None:
             return
         rows = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (k, v))

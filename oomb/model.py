@@ -211,6 +211,17 @@ class CausalLM:
         return int(num_tokens * width * itemsize * (1.0 if compiled else 1.4))
 
 
+def callers_autocast(device_type: str) -> torch.autocast:
+    """The autocast that is on now, to be entered again in the backward. Without its cache, which would hand weights
+    that were cast without a graph to a pass that needs one."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=False,
+    )
+
+
 def _unwrap(model: nn.Module) -> PreTrainedModel:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass a Hugging Face causal LM")

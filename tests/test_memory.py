@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oomb import memory
 from oomb.memory import SEGMENT_SIZE, OutOfPages, PageStore, segment_bounds
 
 
@@ -68,10 +69,11 @@ def test_pages_rest_in_the_precision_asked_for() -> None:
     assert store.grad_bytes() == 2 * k.numel() * 8
 
 
-def test_pages_that_cannot_fit_are_refused_with_the_numbers() -> None:
+def test_pages_that_cannot_fit_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = 4 * 2 * 2 * 3 * 1000 * 5 * 8
     for room, fits in ((num_bytes, True), (num_bytes - 1, False)):
-        store = PageStore(1000, chunk_size=10, num_layers=2, free_bytes=lambda device, room=room: room)  # type: ignore[misc]
+        monkeypatch.setattr(memory, "free_bytes", lambda device, room=room: room)
+        store = PageStore(1000, chunk_size=10, num_layers=2)
         chunk = torch.zeros(2, 3, 10, 5, dtype=torch.float64)
         if fits:
             store.append(0, 0, chunk, chunk)

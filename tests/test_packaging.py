@@ -286,3 +286,8 @@ def test_the_tree_is_clean(check: list[str]) -> None:
         pytest.skip(f"{check[0]} is not installed")
     done = subprocess.run([program, *check[1:]], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tables_say_what_the_result_files_say() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/update_tables.py", "--check"], cwd=ROOT, timeout=60)
+    assert done.returncode == 0, "run python benchmarks/update_tables.py"

@@ -1,7 +1,7 @@
-"""Writes the README's performance table from benchmarks/results/*.json, between its bench markers.
+"""Writes the tables of README.md and docs/numerics.md from benchmarks/results/*.json, between their markers.
 
-python benchmarks/update_readme.py            # rewrite
-python benchmarks/update_readme.py --check    # exit 1 if the README does not say what the files say
+python benchmarks/update_tables.py            # rewrite
+python benchmarks/update_tables.py --check    # exit 1 if the README does not say what the files say
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -64,14 +63,41 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def updated(readme: str) -> str:
-    before, rest = readme.split(START)
-    return before + START + "\n" + table() + "\n" + END + rest.split(END)[1]
+def sums() -> str:
+    """Error of bfloat16 and float32 sums over chunks, beside standard training."""
+    lines = [
+        "| model, tokens | chunks | standard training | sums in bfloat16 | sums in float32 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for chunk_size in (512, 64, 16):
+        result = load(f"gradient_error_demo_16384_{chunk_size}.json")
+        cells = [
+            f"{row['median']:.4f} (worst {row['worst']:.4f})"
+            for row in (result["summary"][name] for name in ("standard", "oomb bf16-sums", "oomb f32-sums"))
+        ]
+        chunks = result["context"] // chunk_size
+        lines.append(f"| `{result['model']}`, {result['context']:,} | {chunks} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def updated(text: str, marker: str, content: str) -> str:
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    before, rest = text.split(start)
+    return before + start + "\n" + content + "\n" + end + rest.split(end)[1]
+
+
+def main(check: bool) -> bool:
+    """Whether the documents said what the files say."""
+    was_true = True
+    for path, marker, make in (("README.md", "bench", table), ("docs/numerics.md", "sums", sums)):
+        text = (ROOT / path).read_text()
+        new = updated(text, marker, make())
+        was_true &= new == text
+        if not check:
+            (ROOT / path).write_text(new)
+    return was_true
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    if "--check" in sys.argv:
-        sys.exit(updated(text) != text)
-    readme.write_text(updated(text))
+    check = "--check" in sys.argv
+    sys.exit(not main(check) and check)
