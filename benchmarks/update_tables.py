@@ -29,7 +29,7 @@ def cell(row: dict[str, Any] | None) -> str:
 
 def table() -> str:
     """One row per context: standard training, oomb, and oomb with attention outputs kept."""
-    plain, longer, kept = (load(f"exact_qwen2.5-7b_8192{suffix}.json") for suffix in ("", "_256k", "_kept"))
+    plain, longer, kept = (load(f"exact_qwen2.5-7b_{case}.json") for case in ("plain", "long", "kept"))
     standard = {row["context"]: row for row in kept["rows"] if row["mode"] == "standard"}
     oomb = {row["context"]: row for row in plain["rows"] + longer["rows"] if row["mode"] == "oomb"}
     fast = {row["context"]: row for row in kept["rows"] if row["mode"] == "oomb"}

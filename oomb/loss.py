@@ -25,8 +25,8 @@ to keep a GPU's matrix units busy and to add to the head's gradient seldom."""
 class TiledHead:
     """From hidden states to log-probabilities of targets and back, a tile of rows at a time.
 
-    With `fuse`, the arithmetic between logits and log-probabilities is compiled for the largest number of rows seen, that
-    of a full chunk; other numbers take the plain path with smaller tiles.
+    With `fuse`, the arithmetic between logits and log-probabilities is compiled for the largest number of rows seen,
+    that of a full chunk; other numbers take the plain path with smaller tiles.
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, fuse: bool = False) -> None:

@@ -1,0 +1,54 @@
+"""The README's figures for exact attention, one JSON per case under benchmarks/results/.
+
+python benchmarks/exact.py                 # all cases: about eight minutes on an H200
+python benchmarks/exact.py kept lora       # some of them
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oomb import bench
+
+MODEL = "qwen2.5-7b"
+BOTH, OOMB = ("standard", "oomb"), ("oomb",)
+CASES: dict[str, tuple[list[int], tuple[str, ...], dict[str, Any]]] = {
+    "plain": ([2**15, 2**16, 2**17], BOTH, {"chunk_size": 8192}),
+    "long": ([2**18], OOMB, {"chunk_size": 8192}),
+    "kept": ([2**15, 2**16, 2**17], BOTH, {"chunk_size": 8192, "keep_attention": True}),
+    "lora": ([2**15], OOMB, {"chunk_size": 8192}),
+    "lean": ([2**15], OOMB, {"chunk_size": 4096, "checkpoint_layers": True, "param_grad_dtype": "param"}),
+    "unfused": ([2**15], OOMB, {"chunk_size": 8192, "fuse": "off"}),
+}
+
+
+def main(
+    cases: Annotated[
+        list[str] | None, typer.Argument(help=f"Some of {', '.join(CASES)}; all if none is named.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results"),
+) -> None:
+    console, begin = Console(width=130), time.monotonic()
+    for case in cases or CASES:
+        contexts, modes, settings = CASES[case]
+        settings = dict(settings)
+        report = bench.run(
+            MODEL,
+            contexts,
+            modes=modes,
+            chunk_size=settings.pop("chunk_size"),
+            lora=case == "lora",
+            settings=settings,
+            on_row=lambda row: console.print(f"{time.monotonic() - begin:.0f} s: {row}", highlight=False),
+        )
+        report.save(out / f"exact_{MODEL}_{case}.json")
+        console.print(report.table())
+
+
+if __name__ == "__main__":
+    typer.run(main)
