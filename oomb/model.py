@@ -24,6 +24,9 @@ ATTENTION_NAME = "oomb"
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
+LIKE_EAGER = {"fallback_random": True}
+"""Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the fill
+pass and that for the gradient pass drop different activations."""
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 """Tensors that models pass on to attention without a bearing on it."""
 
@@ -182,7 +185,7 @@ class CausalLM:
             call: Callable[..., Any] = layer._call_impl
             if compiled:
                 if layer not in self._compiled:
-                    self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False)
+                    self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False, options=LIKE_EAGER)
                 call = self._compiled[layer]
             if checkpointed:
                 call = partial(checkpoint, call, use_reentrant=False)
