@@ -25,8 +25,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
 LIKE_EAGER = {"fallback_random": True}
-"""Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the fill
-pass and that for the gradient pass drop different activations."""
+"""Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
+fill pass and that for the gradient pass drop different activations."""
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 """Tensors that models pass on to attention without a bearing on it."""
 
