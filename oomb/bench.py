@@ -70,19 +70,21 @@ class Report:
 
     def table(self) -> Table:
         table = Table(title=f"{self.model}: one step, forward and backward")
-        for column in ("context", "mode", "time", "tokens/s", "MFU", "GPU peak", "pages", "difference"):
-            table.add_column(column, justify="left" if column == "mode" else "right")
+        columns: dict[str, Callable[[Row], str]] = {
+            "context": lambda row: f"{row.context:,}",
+            "mode": lambda row: row.mode,
+            "time": lambda row: row.problem or metrics.seconds(row.seconds or 0.0),
+            "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+            "MFU": lambda row: f"{row.mfu:.1%}" if row.mfu else "",
+            "peak": lambda row: metrics.gib(row.peak_bytes) if row.peak_bytes else "",
+            "pages": lambda row: metrics.gib(row.page_bytes) if row.page_bytes else "",
+            "grad diff": lambda row: f"{row.grad_difference:.1e}" if row.grad_difference is not None else "",
+        }
+        shown = {name: show for name, show in columns.items() if any(map(show, self.rows))}
+        for name in shown:
+            table.add_column(name, justify="left" if name == "mode" else "right")
         for row in self.rows:
-            table.add_row(
-                f"{row.context:,}",
-                row.mode,
-                row.problem or metrics.seconds(row.seconds or 0.0),
-                f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
-                f"{row.mfu:.1%}" if row.mfu else "",
-                metrics.gib(row.peak_bytes) if row.peak_bytes else "",
-                metrics.gib(row.page_bytes) if row.page_bytes else "",
-                f"{row.grad_difference:.1e}" if row.grad_difference is not None else "",
-            )
+            table.add_row(*(show(row) for show in shown.values()))
         return table
 
     def save(self, path: str | Path) -> Path:

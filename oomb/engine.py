@@ -35,6 +35,10 @@ class Engine:
     sequence. The model stays an ordinary model: it is changed only while a pass runs."""
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(
+                f"config is a {type(config).__name__}; pass oomb.Config(...), or Config.from_dict(settings)"
+            )
         self.config = config or Config()
         self.model = CausalLM(model)
         self.fuse = self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
@@ -74,8 +78,14 @@ class Engine:
         return torch.cat([torch.zeros_like(logp[:, :1]), logp[:, :-1]], dim=1)
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> Batch:
-        pad = self.model.pad_token_id
-        return Batch.check(input_ids, labels, attention_mask, vocab_size=self.model.vocab_size, pad_token_id=pad)
+        return Batch.check(
+            input_ids,
+            labels,
+            attention_mask,
+            vocab_size=self.model.vocab_size,
+            num_positions=self.model.num_positions,
+            pad_token_id=self.model.pad_token_id,
+        )
 
     def _target_logprobs(self, batch: Batch) -> Tensor:
         """[B, T]: log-probability of every position's target. Its backward is the gradient pass."""

@@ -25,10 +25,11 @@ class Batch:
         attention_mask: Tensor | None,
         *,
         vocab_size: int,
+        num_positions: int | None,
         pad_token_id: int | None,
     ) -> Batch:
-        """The batch, or a `ValueError` that says what is wrong with it. `pad_token_id` tells padding from text where no
-        attention mask does; None if the model has none of its own."""
+        """The batch, or a `ValueError` that says what is wrong with it. `num_positions` is how many a model has
+        learned, None if any number will do; `pad_token_id` tells padding from text where no attention mask does."""
         ids = _whole_numbers("input_ids", input_ids)
         if ids.ndim != 2:
             raise ValueError(
@@ -36,6 +37,11 @@ class Batch:
             )
         if ids.numel() == 0:
             raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
+        if num_positions is not None and ids.shape[1] > num_positions:
+            raise ValueError(
+                f"input_ids has {ids.shape[1]} tokens and the model has learned {num_positions} positions: cut the "
+                "sequence"
+            )
         _check_range("input_ids", ids, ids, vocab_size)
         targets = ids if labels is None else _whole_numbers("labels", labels)
         if targets.shape != ids.shape:

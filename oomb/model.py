@@ -24,7 +24,7 @@ ATTENTION_NAME = "oomb"
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
-LIKE_EAGER = {"fallback_random": True}
+LIKE_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
 """Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
 fill pass and that for the gradient pass drop different activations."""
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
@@ -103,6 +103,7 @@ class CausalLM:
         self.layers = _decoder_layers(self.lm, self.backbone, self.config.num_hidden_layers)
         self.vocab_size = self.lm.get_input_embeddings().weight.shape[0]
         self.pad_token_id = _own_pad_token(self.config)
+        self.num_positions = _learned_positions(self.backbone, self.config)
         self.head = _without_backbone(self.lm)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
@@ -322,8 +323,8 @@ def _decoder_layers(lm: PreTrainedModel, backbone: nn.Module, count: int) -> nn.
 
 def _attention_dropout_text(name: str, p: float) -> str:
     return (
-        f"{name} has attention dropout {p}, which memory-efficient attention does not replay: set it to 0 "
-        "(model.config.attention_dropout = 0 before loading); other dropouts are supported"
+        f"{name} has attention dropout {p}, which attention kernels do not replay: load the model with "
+        "attention_dropout=0 (GPT-2 calls it attn_pdrop), or train in eval mode; other dropouts are supported"
     )
 
 
@@ -332,6 +333,12 @@ def _own_pad_token(config: Any) -> int | None:
     pad = getattr(config, "pad_token_id", None)
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return None if pad in (config.bos_token_id, *eos) else pad
+
+
+def _learned_positions(backbone: nn.Module, config: Any) -> int | None:
+    """How many positions a table of the model holds; None if it computes them."""
+    tables = {name.rsplit(".", 1)[-1] for name, module in backbone.named_modules() if isinstance(module, nn.Embedding)}
+    return config.max_position_embeddings if tables & {"wpe", "embed_positions", "position_embeddings"} else None
 
 
 class _Hidden(BaseModelOutputWithPast):

@@ -283,3 +283,21 @@ def test_a_kernel_that_cannot_serve_is_refused() -> None:
         pytest.skip("cuDNN attention can serve here")
     with pytest.raises(ValueError, match=r"(?s)cudnn.*auto"):
         engine.loss(IDS)
+
+
+def test_more_tokens_than_learned_positions() -> None:
+    model = build("gpt2", max_position_embeddings=32)
+    engine = oomb.Engine(model, oomb.Config(chunk_size=7))
+    engine.loss(random_ids(1, 32))
+    with pytest.raises(ValueError, match="33 tokens and the model has learned 32 positions"):
+        engine.loss(random_ids(1, 33))
+
+
+def test_settings_that_are_no_config() -> None:
+    with pytest.raises(TypeError, match=r"config is a dict; pass oomb.Config"):
+        oomb.Engine(build("llama"), {"chunk_size": 7})  # type: ignore[arg-type]
+
+
+def test_a_load_balancing_loss_that_chunks_would_drop() -> None:
+    with pytest.raises(oomb.UnsupportedModelError, match="output_router_logits"):
+        oomb.Engine(build("mixtral", output_router_logits=True))
