@@ -37,8 +37,9 @@ FASTEST_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-LOSS_TOLERANCE, GRAD_TOLERANCE = 0.01, 0.1
-"""How far (relative) the modes may be apart in bfloat16 before a row counts as wrong."""
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
+"""How far apart the gradients of the modes may be, relative to their norm, before a row counts as wrong; a tenth of it
+for the loss. Two bfloat16 runs of a deep random model are 0.1 apart."""
 
 
 @dataclass
@@ -167,7 +168,7 @@ class StandardStep:
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         self.model = CausalLM(network)
-        self.head = TiledHead(self.model.logits, self.model.vocab_size)
+        self.head = TiledHead(self.model)
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.model.device)
@@ -176,14 +177,8 @@ class StandardStep:
         was_training = self.network.training
         self.network.train()
         self.model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        order = [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ]
         try:
-            with sdpa_kernel(order, set_priority=True):
+            with sdpa_kernel(FASTEST_FIRST, set_priority=True):
                 hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
                 logp = self.head.logprobs(hidden, targets)
                 dhidden = self.head.backward(hidden, targets, torch.full_like(logp, -1 / num_counted))
@@ -215,6 +210,8 @@ def _measure(
         step(ids[:, : min(ids.shape[1], 16384)])
         for _ in range(repeats):
             _clear_grads(network)
+            if on_gpu:
+                torch.cuda.synchronize()
             meter = metrics.MemoryMeter(place)
             begin = time.perf_counter()
             row.loss = float(step(ids))
@@ -239,9 +236,11 @@ def _compare(row: Row, other: Row | None, network: nn.Module, sample: dict[str, 
         sample.update({name: grads[name].to("cpu", torch.float32) for name in names})
         return
     assert row.loss is not None and other.loss is not None
-    apart = [(grads[n].to("cpu", torch.float32) - g).norm() / g.norm() for n, g in sample.items() if g.norm() > 0]
-    row.grad_difference = float(torch.stack(apart).median())
-    if abs(row.loss / other.loss - 1) > LOSS_TOLERANCE or row.grad_difference > GRAD_TOLERANCE:
+    apart = sum(float((grads[name].to("cpu", torch.float32) - g).square().sum()) for name, g in sample.items())
+    row.grad_difference = (apart / sum(float(g.square().sum()) for g in sample.values())) ** 0.5
+    tolerance = HALF_TOLERANCE if next(network.parameters()).dtype.itemsize < 4 else TOLERANCE
+    # Written so that NaN, which compares as false, counts as wrong.
+    if not (abs(row.loss / other.loss - 1) <= tolerance / 10 and row.grad_difference <= tolerance):
         row.problem = f"WRONG: loss {row.loss:.4f} against {other.loss:.4f}, gradients {row.grad_difference:.1e} apart"
 
 
@@ -267,12 +266,15 @@ def _mfu(row: Row, model: CausalLM, place: torch.device) -> float | None:
 
 
 def step_flops(model: CausalLM, context: int) -> float:
-    """FLOPs of a step's forward and backward: 6 per matrix parameter and token, and causal attention."""
-    embedding = model.lm.get_input_embeddings().weight
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2 and p is not embedding)
-    if model.lm.get_output_embeddings().weight is embedding:
-        matrices += embedding.numel()
+    """FLOPs of a step's forward and backward: 6 per trained matrix element and token, and causal attention."""
     config = model.config
+    embedding = model.lm.get_input_embeddings().weight
+    used = {2: 1.0, 3: (getattr(config, "num_experts_per_tok", None) or 1.0)}
+    matrices = 0.0
+    for p in model.parameters():
+        if p.ndim in used and (p is not embedding or model.lm.get_output_embeddings().weight is embedding):
+            # A frozen matrix costs no gradient of its own; of experts, [E, in, out], a token uses some.
+            matrices += p.numel() * used[p.ndim] / (p.shape[0] if p.ndim == 3 else 1) * (6 if p.requires_grad else 4)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 6 * context * config.num_hidden_layers * config.num_attention_heads * head_size
-    return context * (6.0 * matrices + attention)
+    return context * (matrices + attention)

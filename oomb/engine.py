@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 from oomb.attention.dense import ChunkAttention, Spec, attend
 from oomb.config import Config
-from oomb.grads import accumulate_in_float32, float32_sums_fit, pending_bytes
+from oomb.grads import collecting, float32_sums_fit, pending_bytes, refuse_hooks
 from oomb.inputs import Batch
 from oomb.loss import IGNORED, TiledHead
 from oomb.memory import PageStore, free_bytes
-from oomb.model import CausalLM, UnsupportedModelError, callers_autocast
+from oomb.model import CausalLM, callers_autocast
+
+RECOMPILE_LIMIT = 64
+"""Layers are compiled anew for every batch size, in both passes; PyTorch's limit of 8 would stop at the fourth."""
 
 
 class Engine:
@@ -41,17 +44,23 @@ class Engine:
             )
         self.config = config or Config()
         self.model = CausalLM(model)
-        self.fuse = self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
-        self.head = TiledHead(self.model.logits, self.model.vocab_size, fuse=self.fuse)
+        self.head = TiledHead(self.model)
         self.progress: Callable[[str, int, int], None] | None = None
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
         self.keeper: weakref.ref[Sequence] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
-        self.sums_in_float32 = self.config.param_grad_dtype == "float32" or (
-            self.config.param_grad_dtype == "auto" and float32_sums_fit(self.model.parameters(), self.model.device)
-        )
         self.page_bytes = 0
         """Bytes that the pages of the latest gradient pass took at their peak."""
+
+    @property
+    def fuse(self) -> bool:
+        return self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
+
+    @property
+    def sums_in_float32(self) -> bool:
+        if self.config.param_grad_dtype == "auto":
+            return float32_sums_fit(self.model.parameters(), self.model.device)
+        return self.config.param_grad_dtype == "float32"
 
     def loss(
         self,
@@ -73,7 +82,7 @@ class Engine:
         return total / (num_counted if num_items is None else num_items)
 
     def logprobs(self, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
-        """[B, T]: log p(token t | tokens before t); 0 at the first token and at padding."""
+        """[B, T]: log p(token t | tokens before t); 0 at the first token and where `attention_mask` is 0."""
         logp = self._target_logprobs(self._check(input_ids, None, attention_mask))
         return torch.cat([torch.zeros_like(logp[:, :1]), logp[:, :-1]], dim=1)
 
@@ -89,12 +98,12 @@ class Engine:
 
     def _target_logprobs(self, batch: Batch) -> Tensor:
         """[B, T]: log-probability of every position's target. Its backward is the gradient pass."""
-        sequence = Sequence(self, batch)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+            refuse_hooks(self.model.lm.named_parameters())
             anchor = torch.zeros((), device=self.model.device, requires_grad=True)
-            return _TwoPasses.apply(anchor, sequence)
+            return _TwoPasses.apply(anchor, Sequence(self, batch, trains=True))
         with torch.no_grad():
-            return sequence.fill(will_walk_back=False)
+            return Sequence(self, batch, trains=False).fill()
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -104,7 +113,7 @@ class _TwoPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, sequence: Sequence) -> Tensor:
         ctx.sequence = sequence
-        return sequence.fill(will_walk_back=True)
+        return sequence.fill()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,49 +123,42 @@ class _TwoPasses(torch.autograd.Function):
 
 
 class Sequence:
-    """A batch of sequences on its way through the two passes, with the pages that live in between."""
+    """A batch of sequences on its way through the passes, with the pages that live in between."""
 
-    def __init__(self, engine: Engine, batch: Batch) -> None:
+    def __init__(self, engine: Engine, batch: Batch, trains: bool) -> None:
         self.engine, self.config, self.model = engine, engine.config, engine.model
-        self.batch = batch
+        self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
+        self.index, (self.start, self.end) = 0, self.bounds[0]
         self.store = PageStore(
             capacity=self.bounds[-1][0],
             chunk_size=self.config.chunk_size,
             num_layers=len(self.model.layers),
             kv_dtype=_dtype(self.config.kv_dtype),
             grad_dtype=_dtype(self.config.grad_dtype),
+            with_grads=trains,
         )
         # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
         self.seed = int(torch.randint(2**62, ())) if self.model.draws_random_numbers() else None
         self.autocast = callers_autocast(self.model.device.type)
-        self.now = self.bounds[0]
-        self.attended: dict[int, int | None] | None = None
-        """Window of every layer that has attended in the forward under way."""
+        self.model_state = self.model.state()
         self.checkpoint_layers = self.config.checkpoint_layers is True
-        self.keep_attention = False
         self.kept_attention: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
-        """Output and lse of attention by chunk start and layer, where they need not be computed again."""
+        """Output and lse of attention by chunk and layer, where they need not be computed again."""
         self.last_hidden: Tensor | None = None
         self.is_closed = False
 
-    def fill(self, will_walk_back: bool) -> Tensor:
+    def fill(self) -> Tensor:
         """Fill pass. Returns log-probabilities [B, T] of the targets."""
-        num_chunks, logp = len(self.bounds), []
-        self.keep_attention = will_walk_back and self.config.keep_attention
+        last, logp = len(self.bounds) - 1, []
         with self._running():
-            for index in range(num_chunks):
-                if will_walk_back and index == num_chunks - 1:
-                    self._decide_checkpointing()
-                    keep = self._may_keep_last_chunk()
-                    hidden = self._hidden(index, grad=keep)
-                    if keep:
-                        self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
-                else:
-                    hidden = self._hidden(index, grad=False)
-                logp.append(self.engine.head.logprobs(hidden, self._targets()))
-                self._report("fill", index + 1)
-        missing = self.batch.ids.shape[1] - self.bounds[-1][1]
+            for index in self._walk("fill", range(last + 1)):
+                keep = self.trains and index == last and self._may_keep_last_chunk()
+                hidden = self._hidden(grad=keep)
+                if keep:
+                    self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
+                logp.append(self.engine.head.logprobs(hidden, self._targets(), self._is_fused()))
+        missing = self.batch.ids.shape[1] - self.bounds[last][1]
         return torch.cat([*logp, logp[0].new_zeros(len(self.batch.ids), missing)], dim=1)
 
     def walk_back(self, dlogp_BT: Tensor) -> None:
@@ -167,19 +169,17 @@ class Sequence:
             )
         self.is_closed = True
         try:
-            # One chunk adds nothing up; autograd's own `.grad` will do.
-            summing = self.engine.sums_in_float32 and len(self.bounds) > 1
-            with self._running(), accumulate_in_float32(self.model.parameters()) if summing else nullcontext():
-                for index in reversed(range(len(self.bounds))):
+            self._decide_checkpointing()
+            with self._running(), collecting(self.model.parameters(), self.engine.sums_in_float32):
+                for index in self._walk("gradient", reversed(range(len(self.bounds)))):
                     hidden, self.last_hidden = self.last_hidden, None
                     if hidden is None:
-                        hidden = self._hidden(index, grad=True)
-                    start, end = self.now = self.bounds[index]
-                    dhidden = self.engine.head.backward(hidden, self._targets(), dlogp_BT[:, start:end])
+                        hidden = self._hidden(grad=True)
+                    dlogp = dlogp_BT[:, self.start : self.end]
+                    dhidden = self.engine.head.backward(hidden, self._targets(), dlogp, self._is_fused())
                     if hidden.requires_grad:
                         torch.autograd.backward(hidden, dhidden)
-                    self.kept_attention.pop(start, None)
-                    self._report("gradient", len(self.bounds) - index)
+                    self.kept_attention.pop(index, None)
         finally:
             self.engine.page_bytes = self.store.num_bytes()
             self.store.close()
@@ -198,62 +198,59 @@ class Sequence:
         softcap: float | None,
     ) -> Tensor:
         """Attention of one layer of the current chunk; the model calls this through the attention interface."""
-        start, end = self.now
-        past = self.store.past(layer, start, end)
+        self.model.note_attention(layer, window)
+        past = self.store.past(layer, self.start, self.end)
         spec = Spec(scale=scale, window=window, softcap=softcap, kernels=self.config.kernels)
-        self._note(layer, window)
         if not torch.is_grad_enabled():
             out, lse = attend(q, k, v, sinks, past, spec)
-            self.store.append(layer, start, k, v)
-            if self.keep_attention:
-                self.kept_attention[start][layer] = (out, lse)
+            self.store.append(layer, self.start, k, v)
+            if self.trains and self.config.keep_attention:
+                self.kept_attention[self.index][layer] = (out, lse)
             return out
-        kept = self.kept_attention[start].get(layer)
+        kept = self.kept_attention[self.index].get(layer)
         out, lse = ChunkAttention.apply(q, k, v, sinks, past, spec, kept)
         if self.checkpoint_layers:
             # The layer will run again in its backward; the costly part of it need not.
-            self.kept_attention[start][layer] = (out.detach(), lse)
+            self.kept_attention[self.index][layer] = (out.detach(), lse)
         return out
 
-    def _hidden(self, index: int, grad: bool) -> Tensor:
-        """Last hidden states [B, T, D] of a chunk, with a graph or not."""
-        start, end = self.now = self.bounds[index]
+    def _walk(self, phase: str, order: Iterable[int]) -> Iterator[int]:
+        """Makes one chunk after the other the current one, and reports each when it is done."""
+        for done, index in enumerate(order, start=1):
+            self.index, (self.start, self.end) = index, self.bounds[index]
+            yield index
+            if self.engine.progress is not None:
+                self.engine.progress(phase, done, len(self.bounds))
+
+    def _hidden(self, grad: bool) -> Tensor:
+        """Last hidden states [B, T, D] of the current chunk, with a graph or not."""
         if self.seed is not None:
-            torch.manual_seed(self.seed + index)
-        ids = self.batch.ids[:, start:end].to(self.model.device)
-        # Compiled code serves one shape, the full chunk; a short last chunk is not worth a compilation.
-        compiled = self.engine.fuse and end - start == self.config.chunk_size
-        self.attended = {}
+            torch.manual_seed(self.seed + self.index)
+        ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
         checkpointed = grad and self.checkpoint_layers
-        with self.model.layer_calls(compiled=compiled, checkpointed=checkpointed), torch.set_grad_enabled(grad):
-            hidden = self.model.hidden(ids, start)
-        self.model.check_attended(self.attended, self.batch.ids.shape[1])
-        self.attended = None
-        return hidden
+        layer_calls = self.model.layer_calls(compiled=self._is_fused(), checkpointed=checkpointed)
+        with layer_calls, torch.set_grad_enabled(grad):
+            return self.model.hidden(ids, self.start)
 
     def _targets(self) -> Tensor:
-        start, end = self.now
-        return self.batch.targets[:, start:end]
+        return self.batch.targets[:, self.start : self.end]
 
-    def _note(self, layer: int, window: int | None) -> None:
-        if self.attended is not None:
-            if layer in self.attended:
-                raise UnsupportedModelError(
-                    f"layer {layer} of {type(self.model.lm).__name__} attends more than once; it has one set of pages"
-                )
-            self.attended[layer] = window
+    def _is_fused(self) -> bool:
+        """Compiled code serves full chunks; a short last one is not worth a compilation."""
+        return self.engine.fuse and self.end - self.start == self.config.chunk_size
 
     def _decide_checkpointing(self) -> None:
-        """Settles "auto" when all pages of K and V exist and the first graph is about to be built."""
+        """Settles "auto" when all pages of K and V exist and graphs are about to be built."""
         if self.config.checkpoint_layers != "auto":
             return
         free = free_bytes(self.model.device)
         num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
         needed = len(self.model.layers) * self.model.activation_bytes(num_tokens, self.engine.fuse)
         needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self.engine.sums_in_float32)
-        self.checkpoint_layers = free is not None and needed > 0.9 * free
+        self.checkpoint_layers = self.last_hidden is None and free is not None and needed > 0.9 * free
 
     def _may_keep_last_chunk(self) -> bool:
+        self._decide_checkpointing()
         if self.config.keep_last_chunk != "auto":
             return self.config.keep_last_chunk
         other = self.engine.keeper() if self.engine.keeper is not None else None
@@ -263,15 +260,14 @@ class Sequence:
     def _running(self) -> Iterator[None]:
         """The model's attention comes to us, under the caller's autocast, and random numbers leave no trace."""
         with ExitStack() as stack:
-            stack.enter_context(self.model.running(self, self.batch.ids.shape[1]))
+            stack.enter_context(self.model.running(self, self.batch.ids.shape[1], self.model_state))
             stack.enter_context(self.autocast)
             if self.seed is not None:
-                stack.enter_context(torch.random.fork_rng())
+                device = self.model.device
+                stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            if self.engine.fuse:
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
             yield
-
-    def _report(self, phase: str, done: int) -> None:
-        if self.engine.progress is not None:
-            self.engine.progress(phase, done, len(self.bounds))
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -7,7 +7,7 @@ autograd has it, and rounded once at the end of the pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -17,12 +17,42 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 @contextmanager
-def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """While active, gradients of these parameters go to float32 sums; at the end they are added to `.grad`.
+def collecting(parameters: Iterable[nn.Parameter], in_float32: bool) -> Iterator[None]:
+    """A gradient pass: many backward calls that make one gradient.
 
-    If the body fails, `.grad` is left as it was before.
+    With `in_float32`, gradients of lower precision are summed in float32 and added to `.grad` at the end; if the body
+    fails, those `.grad` are as before. Users' hooks that want a parameter's finished gradient (an optimizer that steps
+    in the backward, say) run once, at the end.
     """
-    parameters = [p for p in parameters if p.requires_grad and p.dtype.itemsize < 4]
+    parameters = [p for p in parameters if p.requires_grad]
+    hooks = {p: dict(p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks}
+    for parameter in hooks:
+        parameter._post_accumulate_grad_hooks.clear()
+    try:
+        with _float32_sums(parameters) if in_float32 else nullcontext():
+            yield
+    finally:
+        for parameter, own in hooks.items():
+            parameter._post_accumulate_grad_hooks.update(own)
+    for parameter, own in hooks.items():
+        if parameter.grad is not None:
+            for hook in own.values():
+                hook(parameter)
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """`Parameter.register_hook` would see the gradient of one chunk at a time and take it for the whole."""
+    for name, parameter in parameters:
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"{name} has a hook on its gradient, which would run for every chunk: use "
+                "register_post_accumulate_grad_hook, which runs once"
+            )
+
+
+@contextmanager
+def _float32_sums(parameters: list[nn.Parameter]) -> Iterator[None]:
+    parameters = [p for p in parameters if p.dtype.itemsize < 4]
     before = [p.grad for p in parameters]
     sums: dict[nn.Parameter, Tensor] = {}
 
@@ -66,7 +96,8 @@ def launch_add(total: Tensor, grad: Tensor) -> None:
     from oomb.triton_kernels import add_to_float32_kernel
 
     tile = 4096
-    add_to_float32_kernel[(-(-grad.numel() // tile),)](total, grad, grad.numel(), TILE=tile)
+    with torch.cuda.device_of(grad):
+        add_to_float32_kernel[(-(-grad.numel() // tile),)](total, grad, grad.numel(), TILE=tile)
 
 
 def float32_sums_fit(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:

@@ -77,7 +77,8 @@ def _whole_numbers(name: str, x: Tensor) -> Tensor:
         raise ValueError(f"{name} is a {type(x).__name__}; pass a tensor of token ids")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ValueError(f"{name} has dtype {x.dtype}; token ids must be whole numbers".replace("torch.", ""))
-    return x.detach().to("cpu", torch.int64)
+    # A copy: the caller may reuse the buffer before the backward comes back to it.
+    return x.detach().to("cpu", torch.int64, copy=True)
 
 
 def _check_range(name: str, x: Tensor, counted: Tensor, vocab_size: int) -> None:

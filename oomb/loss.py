@@ -7,7 +7,7 @@ B batch, T tokens, N rows (tokens that count), V vocabulary, D hidden size. Sums
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,57 +22,61 @@ FUSED_TILE = 5 * 2**26
 to keep a GPU's matrix units busy and to add to the head's gradient seldom."""
 
 
+class Model(Protocol):
+    """What has a head."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def logits(self, hidden_ND: Tensor) -> Tensor: ...
+
+
 class TiledHead:
     """From hidden states to log-probabilities of targets and back, a tile of rows at a time.
 
-    With `fuse`, the arithmetic between logits and log-probabilities is compiled for the largest number of rows seen,
-    that of a full chunk; other numbers take the plain path with smaller tiles.
+    With `fuse`, the arithmetic between logits and log-probabilities is compiled, for each number of rows anew: ask for
+    it where many chunks are alike.
     """
 
-    def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, fuse: bool = False) -> None:
-        self.head = head
-        self.vocab_size = vocab_size
-        self.fused = (torch.compile(_forward, dynamic=False), torch.compile(_backward, dynamic=False)) if fuse else None
-        self.fused_rows = 0
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.fused = torch.compile(_forward, dynamic=False), torch.compile(_backward, dynamic=False)
 
-    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, fuse: bool = False) -> Tensor:
         """[B, T]: log p(target), 0 where the target is ignored. Without a graph."""
         hidden_ND = hidden_BTD.detach().flatten(0, 1)
         rows, targets = _counted(targets_BT, hidden_ND.device)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         logp = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
-        math, tiles = self._plan(hidden_ND[rows], targets)
+        math, tiles = self._plan(fuse and isinstance(rows, slice), hidden_ND[rows], targets)
         with torch.no_grad():
-            parts = [math[0](self.head(h), t)[0] for h, t in tiles]
+            parts = [math[0](self.model.logits(h), t)[0] for h, t in tiles]
         if parts:
             logp[rows] = torch.cat(parts).to(wide)
         return logp.view(targets_BT.shape)
 
-    def backward(self, hidden_BTD: Tensor, targets_BT: Tensor, dlogp_BT: Tensor) -> Tensor:
+    def backward(self, hidden_BTD: Tensor, targets_BT: Tensor, dlogp_BT: Tensor, fuse: bool = False) -> Tensor:
         """d hidden from d logp; the head's own parameters receive their gradients on the way."""
         hidden_ND = hidden_BTD.detach().flatten(0, 1)
         rows, targets = _counted(targets_BT, hidden_ND.device)
         dhidden = torch.zeros_like(hidden_ND)
         counted = dhidden[rows]
-        math, tiles = self._plan(hidden_ND[rows], targets, dlogp_BT.flatten()[rows], counted)
+        dlogp_N = dlogp_BT.flatten()[rows]
+        math, tiles = self._plan(fuse and isinstance(rows, slice), hidden_ND[rows], targets, dlogp_N, counted)
         for h, t, dlogp, out in tiles:
             h = h.detach().requires_grad_()
             with torch.enable_grad():
-                logp = _TargetLogProb.apply(self.head(h), t, *math)
+                logp = _TargetLogProb.apply(self.model.logits(h), t, *math)
             torch.autograd.backward(logp, dlogp)
             assert h.grad is not None
             out.copy_(h.grad)
         dhidden[rows] = counted
         return dhidden.view_as(hidden_BTD)
 
-    def _plan(
-        self, *rows: Tensor
-    ) -> tuple[tuple[Callable[..., Any], Callable[..., Any]], Iterator[tuple[Tensor, ...]]]:
-        total = rows[0].shape[0]
-        self.fused_rows = max(self.fused_rows, total)
-        if self.fused is not None and total == self.fused_rows:
-            return self.fused, _tiles(FUSED_TILE // self.vocab_size, *rows)
-        return (_forward, _backward), _tiles(PLAIN_TILE // self.vocab_size, *rows)
+    def _plan(self, fuse: bool, *rows: Tensor) -> tuple[tuple[Function, Function], Iterator[tuple[Tensor, ...]]]:
+        if fuse:
+            return self.fused, _tiles(FUSED_TILE // self.model.vocab_size, *rows)
+        return (_forward, _backward), _tiles(PLAIN_TILE // self.model.vocab_size, *rows)
 
 
 class _TargetLogProb(torch.autograd.Function):

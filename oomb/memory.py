@@ -40,12 +40,14 @@ class PageStore:
         num_layers: int,
         kv_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
+        with_grads: bool = True,
     ) -> None:
         self.capacity = capacity
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self.kv_dtype = kv_dtype
         self.grad_dtype = grad_dtype
+        self.with_grads = with_grads
         self.layers: dict[int, LayerPages] = {}
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -55,12 +57,12 @@ class PageStore:
         if layer not in self.layers:
             if not self.layers:
                 self._check_room(k, v)
-            self.layers[layer] = LayerPages(self, k, v)
+            self.layers[layer] = LayerPages(self.capacity, k, v, self.kv_dtype, self.grad_dtype)
         self.layers[layer].write(start, k, v)
 
     def past(self, layer: int, chunk_start: int, chunk_end: int) -> LayerPast:
         """The layer's pages as the chunk [chunk_start, chunk_end) sees them."""
-        return LayerPast(self.layers.get(layer), chunk_start, chunk_end)
+        return LayerPast(self.layers.get(layer), chunk_start, chunk_end, self.chunk_size)
 
     def grad_bytes(self) -> int:
         """Bytes that gradient pages take once every page is touched."""
@@ -80,10 +82,10 @@ class PageStore:
             return
         rows = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (k, v))
         kv, grad = ((dtype or k.dtype).itemsize for dtype in (self.kv_dtype, self.grad_dtype))
-        per_token = self.num_layers * rows * (kv + grad)
+        per_token = self.num_layers * rows * (kv + grad * self.with_grads)
         if self.capacity * per_token > free:
             raise OutOfPages(
-                f"K, V and their gradients for {self.capacity:,} tokens need "
+                f"K, V{' and their gradients' if self.with_grads else ''} for {self.capacity:,} tokens need "
                 f"{self.capacity * per_token / 2**30:.1f} GiB on {k.device}, where {free / 2**30:.1f} GiB are free: "
                 f"shorten the context to about {free * 9 // 10 // per_token:,} tokens, or lower the batch size"
             )
@@ -92,12 +94,14 @@ class PageStore:
 class LayerPages:
     """One layer's slabs."""
 
-    def __init__(self, store: PageStore, k: Tensor, v: Tensor) -> None:
-        self.store = store
+    def __init__(
+        self, capacity: int, k: Tensor, v: Tensor, kv_dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+    ) -> None:
+        self.capacity = capacity
         self.compute_dtype = k.dtype
+        self.grad_dtype = grad_dtype or k.dtype
         self.k, self.v = (
-            torch.empty(*x.shape[:2], store.capacity, x.shape[3], dtype=store.kv_dtype or x.dtype, device=x.device)
-            for x in (k, v)
+            torch.empty(*x.shape[:2], capacity, x.shape[3], dtype=kv_dtype or x.dtype, device=x.device) for x in (k, v)
         )
         self.dk: Tensor | None = None
         self.dv: Tensor | None = None
@@ -112,29 +116,28 @@ class LayerPages:
 
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
         if self.dk is None or self.dv is None:
-            dtype = self.store.grad_dtype or self.compute_dtype
-            self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
+            self.dk, self.dv = (torch.zeros_like(x, dtype=self.grad_dtype) for x in (self.k, self.v))
         end = start + dk.shape[2]
         self.dk[:, :, start:end] += dk
         self.dv[:, :, start:end] += dv
 
     def grad_bytes(self) -> int:
-        itemsize = (self.store.grad_dtype or self.compute_dtype).itemsize
-        return (self.k.numel() + self.v.numel()) * itemsize
+        return (self.k.numel() + self.v.numel()) * self.grad_dtype.itemsize
 
 
 class LayerPast:
     """What one chunk sees of a layer's pages (the `Past` of `oomb.attention.dense`)."""
 
-    def __init__(self, pages: LayerPages | None, chunk_start: int, chunk_end: int) -> None:
+    def __init__(self, pages: LayerPages | None, chunk_start: int, chunk_end: int, chunk_size: int) -> None:
         self.pages = pages
+        self.chunk_size = chunk_size
         self.length = chunk_start
         self.end = chunk_end
 
     def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         if self.pages is None:
             return
-        for start, end in segment_bounds(first, self.length, self.pages.store.chunk_size):
+        for start, end in segment_bounds(first, self.length, self.chunk_size):
             k, v = self.pages.read(start, end)
             yield start, k, v
 
@@ -144,7 +147,7 @@ class LayerPast:
 
     def own_grad(self) -> tuple[Tensor, Tensor] | None:
         pages = self.pages
-        if pages is None or pages.dk is None or pages.dv is None or self.length >= pages.store.capacity:
+        if pages is None or pages.dk is None or pages.dv is None or self.length >= pages.capacity:
             return None
         return pages.dk[:, :, self.length : self.end], pages.dv[:, :, self.length : self.end]
 

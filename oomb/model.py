@@ -1,4 +1,4 @@
-"""What the engine needs of a Hugging Face causal LM, and which models it refuses.
+"""What the engine needs of a Hugging Face causal LM.
 
 No modelling code is patched. The model calls a registered attention function; while a pass runs, that function hands
 q, k and v to the pass. The backbone runs chunk by chunk; the head is the model's own `forward` with the backbone taken
@@ -8,9 +8,10 @@ out, so that logit scaling and soft-capping are the model's own as well.
 from __future__ import annotations
 
 import copy
-import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,19 +21,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from oomb.refusals import (
+    UnsupportedModelError,
+    attention_dropout_text,
+    refuse_attention_dropout,
+    refuse_idle_layers,
+    unwrap,
+)
+
 ATTENTION_NAME = "oomb"
-LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
-
-
 LIKE_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
 """Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
 fill pass and that for the gradient pass drop different activations."""
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 """Tensors that models pass on to attention without a bearing on it."""
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be trained exactly by chunk recurrence."""
 
 
 class Pass(Protocol):
@@ -51,6 +53,16 @@ class Pass(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class ModelState:
+    """What must be the same in both passes over a sequence: weights, training modes, PEFT adapters."""
+
+    versions: list[int]
+    modes: list[bool]
+    adapters: list[tuple[Any, ...]]
+
+
+_one_at_a_time = threading.RLock()
 _running: Pass | None = None
 """The pass whose chunk is being computed. A plain global, because autograd may recompute a layer on another thread."""
 
@@ -82,7 +94,7 @@ def _attention(
             "cannot stand for it"
         )
     if dropout:
-        raise ValueError(_attention_dropout_text(name, dropout))
+        raise ValueError(attention_dropout_text(name, dropout))
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -97,24 +109,46 @@ class CausalLM:
     """A Hugging Face causal LM, PEFT-wrapped or not, as the engine uses it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.lm = _unwrap(model)
+        self.lm = unwrap(model)
         self.config = self.lm.config.get_text_config(decoder=True)
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
         self.layers = _decoder_layers(self.lm, self.backbone, self.config.num_hidden_layers)
-        self.vocab_size = self.lm.get_input_embeddings().weight.shape[0]
         self.pad_token_id = _own_pad_token(self.config)
         self.num_positions = _learned_positions(self.backbone, self.config)
-        self.head = _without_backbone(self.lm)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
+        self.total_length = 0
+        self._windows: dict[int, int | None] | None = None
+        """Window of every layer that has attended in the forward under way."""
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
 
     def hidden(self, ids_BT: Tensor, start: int) -> Tensor:
         """Last hidden states [B, T, D] of tokens that stand at `start` and after."""
         positions = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
-        return self.backbone(input_ids=ids_BT, position_ids=positions, use_cache=False)[0]
+        self._windows = {}
+        try:
+            hidden = self.backbone(input_ids=ids_BT, position_ids=positions, use_cache=False)[0]
+            refuse_idle_layers(self.lm, self.layers, self._windows, self.total_length)
+        finally:
+            self._windows = None
+        return hidden
+
+    def note_attention(self, layer: int, window: int | None) -> None:
+        """Called for every attention of a layer. Those that a backward computes again are not counted."""
+        if self._windows is not None:
+            if layer in self._windows:
+                raise UnsupportedModelError(
+                    f"layer {layer} of {type(self.lm).__name__} attends more than once; it has one set of pages"
+                )
+            self._windows[layer] = window
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self.head(inputs_embeds=hidden_ND.unsqueeze(0), use_cache=False).logits.squeeze(0)
+        """The model's own head. It is looked up every time: users wrap and resize heads."""
+        head = _without_backbone(self.lm)
+        return head(inputs_embeds=hidden_ND.unsqueeze(0), use_cache=False, return_dict=True).logits.squeeze(0)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm.get_input_embeddings().weight.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -124,40 +158,39 @@ class CausalLM:
         return self.lm.parameters()
 
     def draws_random_numbers(self) -> bool:
-        """Whether the forward may be random: dropouts and router noise are, in training mode. Attention dropout, which
-        attention kernels do not replay, is refused here."""
-        for name, module in self.backbone.named_modules():
-            if module.training and hasattr(module, "layer_idx"):
-                for field in ("attention_dropout", "attn_dropout"):
-                    p = getattr(module, field, 0.0)
-                    p = p.p if isinstance(p, nn.Dropout) else p
-                    if isinstance(p, float) and p > 0:
-                        raise ValueError(_attention_dropout_text(name, p))
+        """Whether the forward may be random: dropouts and router noise are, in training mode. Attention dropout is
+        refused here."""
+        refuse_attention_dropout(self.backbone)
         return any(module.training for module in self.lm.modules())
 
-    def check_attended(self, windows: dict[int, int | None], total_length: int) -> None:
-        """Refuses a model some of whose layers have not attended, or whose window no layer has asked for. `windows` are
-        what the layers asked for in a forward."""
-        name = type(self.lm).__name__
-        for index, layer in enumerate(self.layers):
-            if index not in windows:
-                raise UnsupportedModelError(
-                    f"layer {index} of {name} ({type(layer).__name__}) did not call attention: what it carries from "
-                    "token to token is not K and V, so chunks cannot stand for it"
-                )
-        window = getattr(self.config, "sliding_window", None)
-        if isinstance(window, int) and window < total_length and not any(windows.values()):
-            raise UnsupportedModelError(
-                f"{name} has a sliding window of {window}, but its layers do not pass it on; use sequences of "
-                f"at most {window} tokens, or set config.sliding_window = None if the model was trained without"
-            )
+    def state(self) -> ModelState:
+        return ModelState(
+            versions=[-1 if p.is_inference() else p._version for p in self.lm.parameters()],
+            modes=[module.training for module in self.lm.modules()],
+            adapters=[
+                (module._disable_adapters, str(module.active_adapters), str(getattr(module, "merged_adapters", None)))
+                for module in self.lm.modules()
+                if hasattr(module, "_disable_adapters")
+            ],
+        )
 
     @contextmanager
-    def running(self, pass_: Pass, total_length: int) -> Iterator[None]:
-        """Routes attention to `pass_` and tells length-dependent RoPE the whole length; leaves the model as found."""
+    def running(self, pass_: Pass, total_length: int, state: ModelState) -> Iterator[None]:
+        """Routes attention to `pass_` and tells length-dependent RoPE the whole length; leaves the model as found.
+        `state` is the model's at the start of the sequence, which both of its passes must see."""
         global _running
-        outer = _running
-        with ExitStack() as undo:
+        now = self.state()
+        if now.versions != state.versions or now.adapters != state.adapters:
+            what = "parameters" if now.versions != state.versions else "adapters"
+            raise RuntimeError(
+                f"the model's {what} changed between the loss and its backward, so its gradients would be of neither: "
+                "call backward before the optimizer steps or adapters are switched"
+            )
+        with _one_at_a_time, ExitStack() as undo:
+            for module, mode, mode_now in zip(self.lm.modules(), state.modes, now.modes, strict=True):
+                if mode != mode_now:
+                    undo.callback(setattr, module, "training", mode_now)
+                    module.training = mode
             undo.callback(self.lm.set_attn_implementation, self.lm.config._attn_implementation)
             self.lm.set_attn_implementation(ATTENTION_NAME)
             for layer in self.layers:
@@ -165,11 +198,11 @@ class CausalLM:
                     undo.callback(setattr, layer, "gradient_checkpointing", True)
                     setattr(layer, "gradient_checkpointing", False)  # noqa: B010
             for rotary in self.rotaries:
-                undo.callback(
-                    rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True).remove
-                )
+                show_all = rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True)
+                undo.callback(show_all.remove)
                 undo.callback(rotary.register_forward_hook(_drop_last).remove)
-            _running = pass_
+            self.total_length = total_length
+            outer, _running = _running, pass_
             try:
                 yield
             finally:
@@ -226,106 +259,11 @@ def callers_autocast(device_type: str) -> torch.autocast:
     )
 
 
-def _unwrap(model: nn.Module) -> PreTrainedModel:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass a Hugging Face causal LM")
-    while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
-    if hasattr(model, "get_base_model"):
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                "PEFT prompt learning adds tokens that are not in input_ids; use LoRA or the like"
-            )
-        model = model.get_base_model()  # type: ignore[operator]
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"{name} is not a Hugging Face model; pass one made by AutoModelForCausalLM")
-    _refuse(model, name)
-    return model
-
-
-def _refuse(model: PreTrainedModel, name: str) -> None:
-    """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
-    config = model.config.get_text_config(decoder=True)
-    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in LAYER_TYPES:
-            raise UnsupportedModelError(
-                f"layer {index} of {name} is of type {kind!r}: what it carries from token to token is not K and V of "
-                "plain causal attention, so chunks cannot carry it. Models whose layers are all full or sliding-window "
-                "attention can be trained"
-            )
-    if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{name} is not a causal decoder")
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{name} is set to add a load-balancing loss over the whole sequence (config.output_router_logits=True), "
-            "which chunks do not see: set it to False"
-        )
-    backbone = getattr(model, model.base_model_prefix, None)
-    if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
-        raise UnsupportedModelError(
-            f"{name} has no language-model head on a backbone; pass a model made by AutoModelForCausalLM"
-        )
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{name} carries a recurrent state ({_find(backbone, _has_state)}) that is not K and V, so chunks cannot "
-            "carry it"
-        )
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{name} computes attention in its own code ({_find(backbone, _is_attention)}) instead of calling "
-            "transformers' attention interface; oomb cannot reach its K and V"
-        )
-    if any(_is_bidirectional(module) for module in backbone.modules()):
-        raise UnsupportedModelError(
-            f"{name} attends in both directions ({_find(backbone, _is_bidirectional)}); only causal decoders can be "
-            "trained (some encoders become one by config.is_decoder=True)"
-        )
-    if "position_ids" not in inspect.signature(backbone.forward).parameters:
-        raise UnsupportedModelError(f"{name} takes no position_ids, so a chunk cannot be placed in its sequence")
-    if any(_counts_positions_itself(module) for module in backbone.modules()):
-        raise UnsupportedModelError(
-            f"{name} numbers positions by where padding is, so a chunk cannot be placed in its sequence"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
-
-
-def _find(backbone: nn.Module, test: Callable[[nn.Module], bool]) -> str:
-    for name, module in backbone.named_modules():
-        if test(module):
-            return f"{type(module).__name__} at {name}"
-    return type(backbone).__name__
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(hasattr(module, mark) for mark in ("conv1d", "A_log", "ssm_state_size"))
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower()
-
-
-def _is_bidirectional(module: nn.Module) -> bool:
-    return hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False
-
-
-def _counts_positions_itself(module: nn.Module) -> bool:
-    return getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None
-
-
 def _decoder_layers(lm: PreTrainedModel, backbone: nn.Module, count: int) -> nn.ModuleList:
     for module in backbone.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
-
-
-def _attention_dropout_text(name: str, p: float) -> str:
-    return (
-        f"{name} has attention dropout {p}, which attention kernels do not replay: load the model with "
-        "attention_dropout=0 (GPT-2 calls it attn_pdrop), or train in eval mode; other dropouts are supported"
-    )
 
 
 def _own_pad_token(config: Any) -> int | None:

@@ -34,17 +34,19 @@ def test_both_modes_agree_and_are_reported(tmp_path: Path) -> None:
     assert report.table().row_count == 4
 
 
-def test_a_wrong_result_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", ["all", "one", "nan"])
+def test_a_wrong_result_is_called_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = bench.EngineStep.__call__
 
-    def wrong(self: bench.EngineStep, ids: torch.Tensor) -> torch.Tensor:
+    def spoiled(self: bench.EngineStep, ids: torch.Tensor) -> torch.Tensor:
         loss = correct(self, ids)
-        for parameter in self.engine.model.parameters():
+        for name, parameter in self.engine.model.lm.named_parameters():
             assert parameter.grad is not None
-            parameter.grad *= 1.5
-        return loss
+            if wrong == "all" or (wrong == "one" and "down_proj" in name):
+                parameter.grad *= 1.5
+        return loss * float("nan") if wrong == "nan" else loss
 
-    monkeypatch.setattr(bench.EngineStep, "__call__", wrong)
+    monkeypatch.setattr(bench.EngineStep, "__call__", spoiled)
     report = bench.run("demo", [64], chunk_size=16, device="cpu")
     assert not report.is_right
     assert report.rows[1].problem is not None and report.rows[1].problem.startswith("WRONG")

@@ -63,8 +63,9 @@ def _launch(
     lse = torch.empty(B, H, T, dtype=torch.float32, device=y.device) if weighted else out
     lse_x, lse_y = (part.contiguous() if part is not None else out for part in (lse_x, lse_y))
     # 32 x 128 elements a program: wide loads, and enough programs for any GPU at 4096 queries.
-    combine_kernel[(-(-T // 32), H, B)](
-        x, y, out, lse_x, lse_y, lse, T, D, *x.stride()[:3], *y.stride()[:3], *out.stride()[:3],
-        WEIGHTED=weighted, TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
-    )  # fmt: skip
+    with torch.cuda.device_of(y):
+        combine_kernel[(-(-T // 32), H, B)](
+            x, y, out, lse_x, lse_y, lse, T, D, *x.stride()[:3], *y.stride()[:3], *out.stride()[:3],
+            WEIGHTED=weighted, TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
+        )  # fmt: skip
     return out, lse

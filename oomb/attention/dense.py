@@ -58,6 +58,11 @@ class Run:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec) -> tuple[Tensor, Tensor]:
     """Output and lse of the chunk's queries over the past and the chunk itself."""
+    with _without_autocast(q):
+        return _attend(q, k, v, sinks, past, spec)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec) -> tuple[Tensor, Tensor]:
     kernel = _kernel(q, v, past, spec)
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -109,6 +114,11 @@ def attend_backward(
     return dq, own[0], own[1], dsinks
 
 
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Kernels choose their precision themselves; autocast would round the plain one's float32 products."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class ChunkAttention(torch.autograd.Function):
     """`attend` with its backward. `kept` holds (out, lse) where an earlier forward of this chunk has computed them."""
 
@@ -132,7 +142,8 @@ class ChunkAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        grads = attend_backward(dout, q, k, v, sinks, out, lse, ctx.past, ctx.spec)
+        with _without_autocast(q):
+            grads = attend_backward(dout, q, k, v, sinks, out, lse, ctx.past, ctx.spec)
         return (*grads, None, None, None)
 
 

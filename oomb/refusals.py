@@ -1,0 +1,159 @@
+"""Which models cannot be trained by chunk recurrence, and why. Every check comes before any work."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained exactly by chunk recurrence."""
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside of wrappers, or an error that says why it cannot be trained."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass a Hugging Face causal LM")
+    if type(model).__name__ in DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UnsupportedModelError(
+            f"the model is wrapped in {type(model).__name__}, whose reduction of gradients over processes the engine "
+            "would pass by: train in one process"
+        )
+    while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    if hasattr(model, "get_base_model"):
+        _refuse_peft(getattr(model, "active_peft_config", None))
+        model = model.get_base_model()  # type: ignore[operator]
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{name} is not a Hugging Face model; pass one made by AutoModelForCausalLM")
+    _refuse(model, name)
+    return model
+
+
+def _refuse(model: PreTrainedModel, name: str) -> None:
+    """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
+    config = model.config.get_text_config(decoder=True)
+    for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"layer {index} of {name} is of type {kind!r}: what it carries from token to token is not K and V of "
+                "plain causal attention, so chunks cannot carry it. Models whose layers are all full or sliding-window "
+                "attention can be trained"
+            )
+    if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not a causal decoder")
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{name} is set to add a load-balancing loss over the whole sequence (config.output_router_logits=True), "
+            "which chunks do not see: set it to False"
+        )
+    backbone = getattr(model, model.base_model_prefix, None)
+    if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
+        raise UnsupportedModelError(
+            f"{name} has no language-model head on a backbone; pass a model made by AutoModelForCausalLM"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{name} carries a recurrent state ({_find(backbone, _has_state)}) that is not K and V, so chunks cannot "
+            "carry it"
+        )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} computes attention in its own code ({_find(backbone, _is_attention)}) instead of calling "
+            "transformers' attention interface; oomb cannot reach its K and V"
+        )
+    if any(_is_bidirectional(module) for module in backbone.modules()):
+        raise UnsupportedModelError(
+            f"{name} attends in both directions ({_find(backbone, _is_bidirectional)}); only causal decoders can be "
+            "trained (some encoders become one by config.is_decoder=True)"
+        )
+    if "position_ids" not in inspect.signature(backbone.forward).parameters:
+        raise UnsupportedModelError(f"{name} takes no position_ids, so a chunk cannot be placed in its sequence")
+    if any(_counts_positions_itself(module) for module in backbone.modules()):
+        raise UnsupportedModelError(
+            f"{name} numbers positions by where padding is, so a chunk cannot be placed in its sequence"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
+
+
+def _refuse_peft(config: Any) -> None:
+    kind = getattr(config, "peft_type", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise UnsupportedModelError(f"PEFT's {kind} adds tokens that are not in input_ids; use LoRA or the like")
+    if getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            "PEFT's aLoRA looks for tokens in the whole sequence, which a chunk is not; use LoRA"
+        )
+    if str(getattr(kind, "value", kind)) == "ADALORA":
+        raise UnsupportedModelError("PEFT's AdaLoRA adds a term to the model's own loss, which is not used; use LoRA")
+
+
+def refuse_attention_dropout(backbone: nn.Module) -> None:
+    """Attention kernels do not replay it."""
+    for name, module in backbone.named_modules():
+        if module.training and hasattr(module, "layer_idx"):
+            for field in ("attention_dropout", "attn_dropout"):
+                p = getattr(module, field, 0.0)
+                p = p.p if isinstance(p, nn.Dropout) else p
+                if isinstance(p, float) and p > 0:
+                    raise ValueError(attention_dropout_text(name, p))
+
+
+def attention_dropout_text(name: str, p: float) -> str:
+    return (
+        f"{name} has attention dropout {p}, which attention kernels do not replay: load the model with "
+        "attention_dropout=0 (GPT-2 calls it attn_pdrop), or train in eval mode; other dropouts are supported"
+    )
+
+
+def refuse_idle_layers(
+    model: PreTrainedModel, layers: nn.ModuleList, windows: dict[int, int | None], total_length: int
+) -> None:
+    """Raises if layers have not attended in a forward, or if none has asked for the window that the config speaks of.
+    `windows` are what the layers that attended asked for."""
+    name = type(model).__name__
+    for index, layer in enumerate(layers):
+        if index not in windows:
+            raise UnsupportedModelError(
+                f"layer {index} of {name} ({type(layer).__name__}) did not call attention: what it carries from token "
+                "to token is not K and V, so chunks cannot stand for it"
+            )
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    if isinstance(window, int) and window < total_length and not any(windows.values()):
+        raise UnsupportedModelError(
+            f"{name} has a sliding window of {window}, but its layers do not pass it on; use sequences of at most "
+            f"{window} tokens, or set config.sliding_window = None if the model was trained without"
+        )
+
+
+def _find(backbone: nn.Module, test: Callable[[nn.Module], bool]) -> str:
+    for name, module in backbone.named_modules():
+        if test(module):
+            return f"{type(module).__name__} at {name}"
+    return type(backbone).__name__
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(hasattr(module, mark) for mark in ("conv1d", "A_log", "ssm_state_size"))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def _is_bidirectional(module: nn.Module) -> bool:
+    return hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False
+
+
+def _counts_positions_itself(module: nn.Module) -> bool:
+    return getattr(getattr(module, "position_embeddings", None), "padding_idx", None) is not None
