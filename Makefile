@@ -2,6 +2,7 @@
 #
 #   make demo     train a small model at a 16K-token context, a few minutes on two CPU cores
 #   make test     lint, types and tests
+#   make lint     lint and types alone
 #   make bench    time and memory beside standard training (a GPU is needed for the larger contexts)
 
 PYTHON ?= python3
@@ -21,8 +22,10 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "oomb needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "$(TORCH)"
+	@echo "setting up $(VENV): installing $(TORCH), several minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@echo "setting up $(VENV): installing oomb, transformers and what the tests need"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "$(TORCH)"
 	@touch $@
 
 demo: setup

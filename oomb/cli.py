@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,19 +33,31 @@ app = typer.Typer(
 
 EXIT_NOT_TRUSTED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 PRESET_NAMES = ", ".join(presets.PRESETS)
 
+MODEL, DATA, OPTIMIZER, OUTPUT, ENGINE = "Model", "Data", "Optimizer", "Output", "Engine"
+"""The panels of `--help`."""
+
 ChunkSize = Annotated[
-    int | None,
-    typer.Option("--chunk_size", help="Tokens per chunk. More is faster on a GPU and takes more memory. Default 4096."),
+    str,
+    typer.Option(
+        "--chunk_size", help="Tokens per chunk. More is faster on a GPU and takes more memory.", rich_help_panel=ENGINE
+    ),
 ]
-Kernels = Annotated[str, typer.Option("--kernels", help="Attention kernels: auto, cudnn, flash or torch.")]
-Fuse = Annotated[str, typer.Option("--fuse", help="Fusing by torch.compile: auto (on a GPU), compile or off.")]
+Kernels = Annotated[
+    str, typer.Option("--kernels", help="Attention kernels: auto, cudnn, flash or torch.", rich_help_panel=ENGINE)
+]
+Fuse = Annotated[
+    str,
+    typer.Option("--fuse", help="Fusing by torch.compile: auto (on a GPU), compile or off.", rich_help_panel=ENGINE),
+]
 CheckpointLayers = Annotated[
     str,
     typer.Option(
         "--checkpoint_layers",
         help="Recompute each layer in a chunk's backward: auto (if its activations would not fit), true or false.",
+        rich_help_panel=ENGINE,
     ),
 ]
 KeepAttention = Annotated[
@@ -50,6 +65,7 @@ KeepAttention = Annotated[
     typer.Option(
         "--keep_attention",
         help="Keep attention outputs from the fill pass: faster, for GPU memory that grows with the context.",
+        rich_help_panel=ENGINE,
     ),
 ]
 ParamGradDtype = Annotated[
@@ -57,61 +73,73 @@ ParamGradDtype = Annotated[
     typer.Option(
         "--param_grad_dtype",
         help="Sum parameter gradients over chunks in float32, or in the parameters' own dtype: auto, float32, param.",
+        rich_help_panel=ENGINE,
     ),
 ]
-Device = Annotated[str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=MODEL)
+]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16 or float16.")
+    str,
+    typer.Option(
+        "--dtype",
+        help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16 or float16.",
+        rich_help_panel=MODEL,
+    ),
 ]
 
 
 @contextmanager
 def _one_clear_message() -> Iterator[None]:
-    """Errors a person can act on are one message and exit code 2. OOMB_DEBUG=1 shows the traceback as well."""
+    """Errors a person can act on are one message and exit code 2; OOMB_DEBUG=1 shows the traceback as well. So are all
+    others, with the traceback: exit code 1 is for gradients that were compared and found wrong."""
     try:
         yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("[bold red]ended by Ctrl-C[/]")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except (ValueError, OSError, MemoryError) as error:
-        _fail(str(error), error)
-    except RuntimeError as error:
-        # torch.OutOfMemoryError is a RuntimeError; importing torch here to name it would slow every command.
-        if type(error).__name__ != "OutOfMemoryError":
-            raise
-        _fail(
-            f"the GPU ran out of memory ({str(error).splitlines()[0]}); lower --chunk_size, the batch or the context",
-            error,
-        )
+        _fail(str(error) or type(error).__name__, error)
+    except Exception as error:
+        # torch.OutOfMemoryError; importing torch here to name it would slow every command.
+        if type(error).__name__ == "OutOfMemoryError":
+            reason = str(error).splitlines()[0]
+            _fail(f"the GPU ran out of memory ({reason}); lower --chunk_size, the batch or the context", error)
+        _fail(f"{type(error).__name__}: {error}", error, unexpected=True)
 
 
-def _fail(message: str, error: Exception) -> None:
-    if os.environ.get("OOMB_DEBUG"):
-        raise error
+def _fail(message: str, error: Exception, *, unexpected: bool = False) -> NoReturn:
+    if unexpected or os.environ.get("OOMB_DEBUG"):
+        traceback.print_exception(error)
     Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(EXIT_BAD_INPUT) from error
 
 
 def _quiet() -> None:
-    """transformers logs advice on standard error that does not apply to a run of ours, and would tear the bar."""
+    """transformers logs advice on standard error that does not apply to a run of ours, and would tear the bar. The
+    hub's client logs every attempt to reach it."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)
 
 
 def _engine_settings(options: dict[str, Any]) -> dict[str, Any]:
     """Those of a command's options that are fields of `oomb.Config`, checked."""
     names = Config.field_names()
     chosen = {name: value for name, value in options.items() if name in names and value is not None}
-    words = {"true": True, "false": False}
+    words: dict[str, Any] = {"true": True, "false": False, **presets.SHORT_DTYPES}
     chosen = {name: words.get(value, value) if isinstance(value, str) else value for name, value in chosen.items()}
     Config(**chosen)
     return chosen
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, option: str = "") -> int:
     """A number of tokens: "4096", "32K" (= 32768), "1M" (= 1048576)."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"{text!r} is not a number of tokens; write 4096, 32K or 1M (K = 1024)")
+        raise ValueError(f"{option} {text!r} is not a number of tokens; write 4096, 32K or 1M (K = 1024)".strip())
     return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
 
 
@@ -128,6 +156,12 @@ def _version(shown: bool) -> None:
         raise typer.Exit
 
 
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose help is its docstring, each paragraph one line for the terminal to wrap."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    return app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(function)
+
+
 @app.callback()
 def _main(
     version: Annotated[
@@ -137,73 +171,127 @@ def _main(
     pass
 
 
-@app.command()
+@_command
 def train(
     model_name_or_path: Annotated[
         str,
         typer.Option(
             "--model_name_or_path",
+            "--model",
             help=f"A folder that save_pretrained wrote, a hub id (owner/name), or a preset with random weights: "
             f"{PRESET_NAMES}.",
+            rich_help_panel=MODEL,
         ),
     ] = "demo",
     tokenizer_name: Annotated[
         str | None,
         typer.Option(
-            "--tokenizer_name", help="Folder or hub id of a tokenizer, if not the model's. Presets read bytes."
+            "--tokenizer_name",
+            help="Folder or hub id of a tokenizer, if not the model's. Presets read bytes.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
     dataset: Annotated[
         str,
-        typer.Option("--dataset", help="A text file, a folder of text files, or stdlib: Python's own library source."),
+        typer.Option(
+            "--dataset",
+            help="A text file, a folder of text files, or stdlib: Python's own library source.",
+            rich_help_panel=DATA,
+        ),
     ] = "stdlib",
     max_length: Annotated[
-        str, typer.Option("--max_length", help="Context: tokens per training window. 16384 and 16K are the same.")
+        str,
+        typer.Option(
+            "--max_length",
+            help="Context: tokens per training window. 16384 and 16K are the same.",
+            rich_help_panel=DATA,
+        ),
     ] = "16384",
     max_steps: Annotated[
         int | None,
-        typer.Option("--max_steps", help="Optimizer steps. Default: one epoch; the demo: 20, with a GPU 200."),
+        typer.Option(
+            "--max_steps",
+            help="Optimizer steps. Default: one epoch; the demo: 20, with a GPU 200.",
+            rich_help_panel=OPTIMIZER,
+        ),
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option("--learning_rate", help="Peak learning rate of AdamW. Default: 5e-5; the demo: 4e-3."),
+        typer.Option(
+            "--learning_rate",
+            help="Peak learning rate of AdamW. Default: 5e-5; the demo: 4e-3.",
+            rich_help_panel=OPTIMIZER,
+        ),
     ] = None,
     warmup_steps: Annotated[
-        int | None, typer.Option("--warmup_steps", help="Steps to reach it. Default: a tenth, at most 100.")
+        int | None,
+        typer.Option(
+            "--warmup_steps", help="Steps to reach it. Default: a tenth, at most 100.", rich_help_panel=OPTIMIZER
+        ),
     ] = None,
     lr_scheduler_type: Annotated[
-        str, typer.Option("--lr_scheduler_type", help="What the rate does then: cosine, linear, constant, …")
+        str,
+        typer.Option(
+            "--lr_scheduler_type",
+            help="What the rate does then: cosine, linear, constant, …",
+            rich_help_panel=OPTIMIZER,
+        ),
     ] = "cosine",
-    weight_decay: Annotated[float, typer.Option("--weight_decay", help="AdamW's weight decay.")] = 0.0,
+    weight_decay: Annotated[
+        float, typer.Option("--weight_decay", help="AdamW's weight decay.", rich_help_panel=OPTIMIZER)
+    ] = 0.0,
     max_grad_norm: Annotated[
-        float, typer.Option("--max_grad_norm", help="Clip gradients to this norm; 0: never.")
+        float, typer.Option("--max_grad_norm", help="Clip gradients to this norm; 0: never.", rich_help_panel=OPTIMIZER)
     ] = 1.0,
     per_device_train_batch_size: Annotated[
-        int, typer.Option("--per_device_train_batch_size", help="Windows computed at once.")
+        int, typer.Option("--per_device_train_batch_size", help="Windows computed at once.", rich_help_panel=OPTIMIZER)
     ] = 1,
     gradient_accumulation_steps: Annotated[
-        int, typer.Option("--gradient_accumulation_steps", help="Batches per optimizer step.")
+        int,
+        typer.Option("--gradient_accumulation_steps", help="Batches per optimizer step.", rich_help_panel=OPTIMIZER),
     ] = 1,
     max_eval_samples: Annotated[
-        int, typer.Option("--max_eval_samples", help="Windows held out, for a loss before and after. 0: none.")
+        int,
+        typer.Option(
+            "--max_eval_samples",
+            help="Windows held out, the first of the text, for a loss before and after. 0: none.",
+            rich_help_panel=DATA,
+        ),
     ] = 1,
     output_dir: Annotated[
-        str | None, typer.Option("--output_dir", help="Where to save. Default: a new folder under runs/.")
+        str | None,
+        typer.Option("--output_dir", help="Where to save. Default: a new folder under runs/.", rich_help_panel=OUTPUT),
     ] = None,
     overwrite_output_dir: Annotated[
-        bool, typer.Option("--overwrite_output_dir", help="Replace a model that --output_dir already holds.")
+        bool,
+        typer.Option(
+            "--overwrite_output_dir",
+            help="Write into an --output_dir that holds an earlier run.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
     save_steps: Annotated[
         int | None,
-        typer.Option("--save_steps", help="Write a checkpoint every so many steps. Default: only the model."),
+        typer.Option(
+            "--save_steps",
+            help="Write a checkpoint to resume from every so many steps. Default: none, only the model at the end.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     resume_from_checkpoint: Annotated[
-        str | None, typer.Option("--resume_from_checkpoint", help="A checkpoint folder to go on from.")
+        str | None,
+        typer.Option(
+            "--resume_from_checkpoint",
+            help="A checkpoint-N folder to go on from. --output_dir is then its run, if not named.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of weights, order and dropout.")] = 42,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of weights, order and dropout.", rich_help_panel=OPTIMIZER)
+    ] = 42,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    chunk_size: ChunkSize = None,
+    chunk_size: ChunkSize = "4096",
     checkpoint_layers: CheckpointLayers = "auto",
     keep_attention: KeepAttention = False,
     param_grad_dtype: ParamGradDtype = "auto",
@@ -221,10 +309,10 @@ def train(
     chunk and saves.
     """
     with _one_clear_message():
-        options = dict(locals())
+        options = {**locals(), "chunk_size": parse_tokens(chunk_size, "--chunk_size")}
         engine = _engine_settings(options)
         settings = {name: value for name, value in options.items() if name not in Config.field_names()}
-        settings |= {"max_length": parse_tokens(max_length), "engine": engine}
+        settings |= {"max_length": parse_tokens(max_length, "--max_length"), "engine": engine}
         presets.check_model_name(model_name_or_path)
         _quiet()
         from oomb.train import Settings, run
@@ -233,13 +321,13 @@ def train(
     raise typer.Exit(code)
 
 
-@app.command()
+@_command
 def verify(
     model: Annotated[
         str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
     ],
     context: Annotated[str, typer.Option("--context", help="Tokens to compare on.")] = "2048",
-    chunk_size: Annotated[int, typer.Option("--chunk_size", help="Tokens per chunk.")] = 512,
+    chunk_size: ChunkSize = "512",
     dtype: Annotated[
         str,
         typer.Option(
@@ -270,33 +358,35 @@ def verify(
 
         comparison = compare(
             model,
-            context=parse_tokens(context),
-            chunk_size=chunk_size,
+            context=parse_tokens(context, "--context"),
+            chunk_size=parse_tokens(chunk_size, "--chunk_size"),
             dtype=dtype,
             device=device,
             num_layers=layers,
             settings=settings,
             seed=seed,
         )
-    console = Console()
-    console.print(comparison.table())
-    console.print(
-        f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} as a whole, "
-        f"difference {abs(comparison.loss - comparison.whole_loss):.1e}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    color = "green" if comparison.trusted else "red"
-    console.print(f"[bold {color}]{escape(comparison.verdict)}[/]", highlight=False, soft_wrap=True)
+        console = Console()
+        console.print(comparison.table())
+        console.print(
+            f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} as a whole, "
+            f"difference {abs(comparison.loss - comparison.whole_loss):.1e}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        color = "green" if comparison.trusted else "red"
+        console.print(f"[bold {color}]{escape(comparison.verdict)}[/]", highlight=False, soft_wrap=True)
     raise typer.Exit(0 if comparison.trusted else EXIT_NOT_TRUSTED)
 
 
-@app.command()
+@_command
 def bench(
     model_name_or_path: Annotated[
         str | None,
         typer.Option(
-            "--model_name_or_path", help="A preset, folder or hub id. Default: qwen2.5-7b on a GPU, else demo."
+            "--model_name_or_path",
+            "--model",
+            help="A preset, folder or hub id. Default: qwen2.5-7b on a GPU, else demo.",
         ),
     ] = None,
     contexts: Annotated[
@@ -314,7 +404,7 @@ def bench(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    chunk_size: Annotated[int, typer.Option("--chunk_size", help="Tokens per chunk.")] = 4096,
+    chunk_size: ChunkSize = "4096",
     checkpoint_layers: CheckpointLayers = "auto",
     keep_attention: KeepAttention = False,
     param_grad_dtype: ParamGradDtype = "auto",
@@ -326,7 +416,8 @@ def bench(
     Forward and backward of one sequence of random tokens, all gradients, no optimizer.
     """
     with _one_clear_message():
-        settings = _engine_settings(locals())
+        chunk_tokens = parse_tokens(chunk_size, "--chunk_size")
+        settings = _engine_settings({**locals(), "chunk_size": chunk_tokens})
         if repeats < 1:
             raise ValueError(f"--repeats is {repeats}; it must be 1 or more")
         chosen_modes = parse_list(modes, str.strip)
@@ -348,7 +439,7 @@ def bench(
             name,
             lengths,
             modes=chosen_modes,
-            chunk_size=chunk_size,
+            chunk_size=chunk_tokens,
             dtype=precision,
             device=str(place),
             lora=lora,

@@ -1,12 +1,13 @@
 """Text to windows of `max_length` tokens: documents in a fixed order, joined with a separator, cut without padding.
 
-    stdlib | file | folder  ->  documents  ->  one token sequence  ->  windows  ->  (train, held-out)
+    stdlib | file | folder  ->  documents  ->  one token sequence  ->  windows  ->  (held-out, train)
 
 Without a tokenizer a token is a byte, which every preset can read.
 """
 
 from __future__ import annotations
 
+import difflib
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ SEPARATOR_ID = 256
 PAD_ID = 257
 NUM_BYTE_IDS = 258
 """Ids a model needs to read bytes: 256 byte values, the separator and the padding."""
+
+SHORTEST_ADVISED = 512
+"""For a text shorter than this no smaller window is advised: it is too little to train on."""
 
 # Tests come with some Python installations and not with others; without them the text is nearly the same everywhere.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -70,17 +74,19 @@ def load(
     num_train: int | None = None,
     num_held_out: int = 1,
 ) -> Split:
-    """Read "stdlib", a text file or a folder of text files. `num_train` windows are enough: the rest is not read.
+    """Read "stdlib", a text file or a folder of text files. `num_train` windows are enough: the rest is not used.
 
     The order of the documents is fixed and looks random (by a checksum of their names), so the held-out windows,
-    which are the last ones, are a fair sample of a folder. Of a single file they are its end.
+    which are the first ones whatever `num_train` is, are a fair sample of a folder. Of a single file they are its
+    beginning.
     """
     if max_length < 2:
         raise ValueError(
             f"max_length is {max_length}; a window needs at least 2 tokens, one to read and one to predict"
         )
     documents, root = find_documents(dataset)
-    enough = None if num_train is None else (num_train + num_held_out) * max_length
+    # Five times what is to be held out, so that the share below does not depend on `num_train`.
+    enough = None if num_train is None else max(num_train + num_held_out, 5 * num_held_out) * max_length
     skipped: list[Path] = []
     pieces: list[np.ndarray] = []
     num_tokens = 0
@@ -98,20 +104,21 @@ def load(
             break
     if num_tokens < max_length:
         unit = "tokens" if tokenizer is not None else "tokens (bytes)"
-        remedy = f"set max_length to {num_tokens} or less, or give more text" if num_tokens > 1 else "give some text"
+        remedy = "give more text"
+        if num_tokens >= SHORTEST_ADVISED:
+            remedy = f"set --max_length to {num_tokens} or less, or give more text"
         left_out = f" ({len(skipped)} of its files hold no text)" if skipped else ""
         raise ValueError(f"{root} has {num_tokens} {unit}{left_out} and one window needs {max_length}: {remedy}")
     windows = torch.from_numpy(np.concatenate(pieces))
     windows = windows[: len(windows) // max_length * max_length]
     num_windows = len(windows) // max_length
-    num_held_out = min(num_held_out, num_windows - 1)
-    if enough is None or num_tokens < enough:
-        # All the text there is: hold out a fifth of it at most, but one window as soon as there are two.
-        num_held_out = min(num_held_out, max(num_windows // 5, 1))
-    border = (num_windows - num_held_out) * max_length
+    # A fifth of the text at most, but one window as soon as there are two.
+    num_held_out = min(num_held_out, max(num_windows // 5, 1), num_windows - 1)
+    border = num_held_out * max_length
+    end = len(windows) if num_train is None else border + num_train * max_length
     return Split(
-        train=Windows(windows[:border], max_length),
-        held_out=Windows(windows[border:], max_length) if num_held_out else None,
+        train=Windows(windows[border:end], max_length),
+        held_out=Windows(windows[:border], max_length) if num_held_out else None,
         num_tokens=num_tokens,
         num_documents=len(pieces),
         skipped=tuple(skipped),
@@ -133,7 +140,12 @@ def find_documents(dataset: str) -> tuple[list[Path], Path]:
     if root.is_file():
         return [root], root
     if not root.is_dir():
-        raise ValueError(f"the dataset {dataset!r} is not there; name a text file, a folder of them, or {STDLIB!r}")
+        siblings = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
+        near = difflib.get_close_matches(root.name, siblings, n=1)
+        hint = f"; did you mean {str(root.parent / near[0])!r}?" if near else "."
+        raise ValueError(
+            f"the dataset {dataset!r} is not there{hint} Name a text file, a folder of them, or {STDLIB!r}"
+        )
     files = [path for path in _files_under(root) if not _is_hidden(path.relative_to(root))]
     if not files:
         raise ValueError(f"the folder {root} holds no files; name a text file or a folder of them")

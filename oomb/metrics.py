@@ -104,12 +104,12 @@ class MemoryMeter:
 
 
 class JsonLines:
-    """Appends one JSON object per line and flushes each, so that a crash loses nothing that was written."""
+    """Writes one JSON object per line and flushes each, so that a crash loses nothing that was written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("a" if append else "w", encoding="utf-8")
 
     def write(self, **record: Any) -> None:
         self._file.write(json.dumps(record, default=str) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
+SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def resolve_device(device: str = "auto") -> torch.device:
@@ -124,9 +127,10 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
+    name = SHORT_DTYPES.get(dtype, dtype)
+    if name not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown; use auto or one of {', '.join(DTYPES)}")
-    return getattr(torch, dtype)
+    return getattr(torch, name)
 
 
 def is_preset(name: str) -> bool:
@@ -160,12 +164,36 @@ def check_model_name(name: str) -> None:
     # Hub ids are "owner/name". A bare word is a mistyped preset far more often than one of the hub's old aliases.
     looks_like_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
     if not looks_like_hub_id:
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5) or near_paths(path)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
             f"{name!r} is not a preset, not a folder here and not a hub id (owner/name){hint} "
             f"The presets are {', '.join(PRESETS)}"
         )
+
+
+def near_paths(path: Path) -> list[str]:
+    """What lies beside the place where `path` should be and is spelled much like it, the nearest first."""
+    try:
+        names = [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return []
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """How many positions a model was made for: those of its config, or what its RoPE is scaled to, if that is more."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type", "default") != "default":
+            original = parameters.get("original_max_position_embeddings") or 0
+            positions = max(positions, int(original * (parameters.get("factor") or 1)))
+    return positions
 
 
 def load_config(name_or_path: str) -> PretrainedConfig:
@@ -185,17 +213,19 @@ def load_model(
     device: str = "auto",
     attn_implementation: str | None = None,
     num_layers: int | None = None,
+    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """A causal LM from a preset (random weights, made on the device itself), a folder or a hub id.
 
-    `num_layers` keeps only the first layers, to try a model that is too large for the machine.
+    `num_layers` keeps only the first layers, to try a model that is too large for the machine. `config` is what
+    `load_config` returned, where that has been called already.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     place = resolve_device(device)
     precision = resolve_dtype(dtype, place)
-    config = load_config(name_or_path)
+    config = load_config(name_or_path) if config is None else config
     if num_layers is not None:
         _keep_layers(config, num_layers)
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -210,9 +240,15 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a hub id. Presets have none: they read bytes (see `oomb.data`)."""
     from transformers import AutoTokenizer
 
-    check_model_name(name_or_path)
     if is_preset(name_or_path):
         raise ValueError(f"the preset {name_or_path!r} has no tokenizer; it reads bytes")
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        # A folder of a tokenizer alone has no config.json, so it is not checked as a model is.
+        if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+            raise ValueError(f"{name_or_path} holds no tokenizer; name one with --tokenizer_name")
+    else:
+        check_model_name(name_or_path)
     try:
         return _from_hugging_face(AutoTokenizer, name_or_path)
     except (TypeError, KeyError) as error:
@@ -230,11 +266,37 @@ def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
 
 def _from_hugging_face(auto_class: Any, name: str, **options: Any) -> Any:
     path = Path(name).expanduser()
+    if path.is_dir():
+        try:
+            return auto_class.from_pretrained(str(path), **options)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the folder {name!r} could not be loaded: {_first_line(error)}") from error
+    offline = _why_offline()
     try:
-        return auto_class.from_pretrained(str(path) if path.is_dir() else name, **options)
+        return auto_class.from_pretrained(name, local_files_only=offline is not None, **options)
     except (OSError, ValueError) as error:
-        where = "the folder" if path.is_dir() else "the hub id"
-        reason = str(error).strip().split(os.linesep)[0]
+        if offline is None:
+            raise ValueError(f"the hub id {name!r} could not be loaded: {_first_line(error)}") from error
         raise ValueError(
-            f"{where} {name!r} could not be loaded: {reason} Besides, there are the presets {', '.join(PRESETS)}"
+            f"the hub id {name!r} could not be loaded: {offline}, and it is not in the local cache. "
+            f"Name a local folder that save_pretrained wrote, or a preset: {', '.join(PRESETS)}"
         ) from error
+
+
+@functools.cache
+def _why_offline() -> str | None:
+    """Why the hub cannot be asked, or None if it can. Asked once: its client would try each file again and again."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # of whichever HTTP library the client uses
+        return f"{constants.ENDPOINT} cannot be reached ({_first_line(error)}; HF_HUB_OFFLINE=1 skips the attempt)"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split(os.linesep)[0] or type(error).__name__

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
-import signal
-import threading
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from torch import nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from rich.markup import escape
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from oomb import data, presets
 from oomb.config import Config
-from oomb.metrics import JsonLines, MemoryMeter, gib, machine, seconds
-from oomb.progress import StopRequested, TrainingDisplay
+from oomb.metrics import JsonLines, MemoryMeter, machine
+from oomb.progress import Interrupts, StopRequested, TrainingDisplay
 from oomb.trainer import Trainer
 
 DEMO = "demo"
@@ -98,51 +96,70 @@ def run(settings: Settings, console: Console) -> int:
         raise ValueError(f"--device {device} cannot be trained on; set CUDA_VISIBLE_DEVICES={device.index} instead")
     presets.resolve_dtype(settings.dtype, device)
     data.find_documents(settings.dataset)
-    resume = settings.resume_from_checkpoint
-    if resume is not None and not (Path(resume) / "trainer_state.json").is_file():
-        raise ValueError(f"--resume_from_checkpoint {resume} is no checkpoint: it holds no trainer_state.json")
+    first_step = _first_step(settings)
     output_dir = _output_dir(settings)
 
     # Text is cheaper to find fault with than weights are to load.
-    tokenizer = _tokenizer(settings)
-    split = _windows(settings, tokenizer, _vocab_size(settings))
-    torch.manual_seed(settings.seed)
-    model = presets.load_model(settings.model_name_or_path, dtype=settings.dtype, device=str(device))
+    model_config = presets.load_config(settings.model_name_or_path)
+    tokenizer = _tokenizer(settings, model_config)
+    split = _windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
     arguments = _arguments(settings, output_dir, device, len(split.train))
+    if first_step >= arguments.max_steps:
+        raise ValueError(
+            f"{settings.resume_from_checkpoint} is at step {first_step} and --max_steps is {arguments.max_steps}: "
+            "there is nothing left to train; raise --max_steps"
+        )
+    torch.manual_seed(settings.seed)
+    resume = settings.resume_from_checkpoint
+    if resume is None:
+        options: dict[str, Any] = {"name_or_path": settings.model_name_or_path, "config": model_config}
+    else:
+        # The trainer loads the checkpoint only when it trains; the held-out loss before that is to be the checkpoint's.
+        options = {"name_or_path": resume}
+    model = presets.load_model(**options, dtype=settings.dtype, device=str(device))
     trainer = Trainer(model, arguments, train_dataset=split.train, engine_config=config)
     trainer.remove_callback(PrinterCallback)
 
     output_dir.mkdir(parents=True, exist_ok=True)
+    found = set(output_dir.iterdir())
     meter = MemoryMeter(device)
     tokens_per_step = settings.max_length * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-    with JsonLines(output_dir / "metrics.jsonl") as log:
-        display = TrainingDisplay(console, log, meter, tokens_per_step)
-        trainer.add_callback(display)
-        trainer.engine.progress = display.chunk_done
-        log.write(event="start", settings=asdict(settings), engine=asdict(config), machine=machine())
-        console.print(_describe(settings, model, split, trainer, device, config), highlight=False, soft_wrap=True)
+    log = JsonLines(output_dir / "metrics.jsonl", append=resume is not None)
+    display = TrainingDisplay(console, log, meter, tokens_per_step)
+    saved_to: Path | None = None
+    try:
+        with log, Interrupts(display) as interrupts:
+            trainer.add_callback(display)
+            trainer.engine.progress = display.chunk_done
+            log.write(event="start", settings=asdict(settings), engine=asdict(config), machine=machine())
+            console.print(_describe(settings, model, split, trainer, device, config), highlight=False, soft_wrap=True)
 
-        before = _held_out_loss(trainer, split.held_out)
-        if before is not None:
-            log.write(event="held_out", step=0, loss=before)
-            console.print(f"held-out loss before training: {before:.4f}", highlight=False)
-        stopped = _train(trainer, display, resume)
-        after = None if stopped else _held_out_loss(trainer, split.held_out)
-        if after is not None:
-            log.write(event="held_out", step=trainer.state.global_step, loss=after)
-
-        saved_to = None
-        if display.step_times:
-            saved_to = save(model, tokenizer, output_dir / "model")
-        log.write(
-            event="end",
-            stopped=stopped,
-            steps=trainer.state.global_step,
-            tokens=tokens_per_step * len(display.step_times),
-            tokens_per_s=round(display.tokens_per_second, 1) if display.step_times else None,
-            peak_memory_bytes=meter.peak_bytes,
-            wall_s=round(time.monotonic() - started, 2),
-        )
+            before = _held_out_loss(trainer, split.held_out, display, interrupts)
+            if before is not None:
+                log.write(event="held_out", step=first_step, loss=before)
+                when = "before training" if resume is None else f"of the checkpoint, step {first_step}"
+                console.print(f"held-out loss {when}: {before:.4f}", highlight=False)
+            stopped = _train(trainer, display, interrupts, resume)
+            if display.step_times:
+                interrupts.ignore("saving; the program ends after that")
+                saved_to = save(model, tokenizer, output_dir / "model")
+            after = None if stopped else _held_out_loss(trainer, split.held_out, display, interrupts)
+            if after is not None:
+                log.write(event="held_out", step=trainer.state.global_step, loss=after)
+            log.write(
+                event="end",
+                stopped=stopped,
+                steps=trainer.state.global_step,
+                tokens=tokens_per_step * len(display.step_times),
+                tokens_per_s=round(display.tokens_per_second, 1) if display.step_times else None,
+                peak_memory_bytes=meter.peak_bytes,
+                wall_s=round(time.monotonic() - started, 2),
+            )
+    except KeyboardInterrupt:
+        _remove_unfinished(output_dir, found)
+        what = f"the trained model is in {saved_to}" if saved_to else "nothing was saved"
+        console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
+        return EXIT_INTERRUPTED
     if stopped:
         where = f"the model as of then is in {saved_to}" if saved_to else "nothing was saved"
         console.print(
@@ -150,28 +167,58 @@ def run(settings: Settings, console: Console) -> int:
             highlight=False,
             soft_wrap=True,
         )
-        return EXIT_INTERRUPTED
-    assert saved_to is not None
-    console.print(_summary(display, trainer, before, after, meter, time.monotonic() - started, saved_to))
-    console.print(_what_next(settings, saved_to), highlight=False, soft_wrap=True)
-    return 0
+    if saved_to is not None:
+        title = "Stopped" if stopped else "Done"
+        places = {"model": saved_to, "metrics": log.path}
+        console.print(display.summary(title, (before, after), time.monotonic() - started, places))
+        next_steps = _how_to_go_on(settings, output_dir) if stopped else _what_next(settings, split, model, saved_to)
+        console.print(next_steps, highlight=False, soft_wrap=True)
+    return EXIT_INTERRUPTED if stopped else 0
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
     """Write beside the place and rename: the folder is either the old model or the whole new one."""
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
-    if folder.exists():
-        old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-        folder.rename(old)
+    try:
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        if folder.exists():
+            folder.rename(old)
         partial.rename(folder)
-        shutil.rmtree(old)
-    else:
-        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def _remove_unfinished(output_dir: Path, found: set[Path]) -> None:
+    """After a forced end: the checkpoint that was being written. Its trainer_state.json is written last."""
+    for folder in set(output_dir.glob("checkpoint-*")) - found:
+        if not (folder / "trainer_state.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, the newest last."""
+    states = sorted(output_dir.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+    return [path.parent for path in states]
+
+
+def _first_step(settings: Settings) -> int:
+    """Steps that the checkpoint to resume from has behind it."""
+    if settings.resume_from_checkpoint is None:
+        return 0
+    state = Path(settings.resume_from_checkpoint) / "trainer_state.json"
+    if not state.is_file():
+        raise ValueError(f"--resume_from_checkpoint {state.parent} is no checkpoint: it holds no trainer_state.json")
+    presets.check_model_name(settings.resume_from_checkpoint)
+    return int(json.loads(state.read_text())["global_step"])
 
 
 def _output_dir(settings: Settings) -> Path:
@@ -179,15 +226,14 @@ def _output_dir(settings: Settings) -> Path:
         chosen = Path(settings.output_dir).expanduser()
         if chosen.exists() and not chosen.is_dir():
             raise ValueError(f"--output_dir {chosen} is a file; name a folder")
-        resumes = settings.overwrite_output_dir or settings.resume_from_checkpoint is not None
-        if (chosen / "model").exists() and not resumes:
-            raise ValueError(
-                f"{chosen} already holds a trained model; name another --output_dir, or pass --overwrite_output_dir"
-            )
+        if not settings.overwrite_output_dir and settings.resume_from_checkpoint is None:
+            _refuse_used(chosen)
         parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
         if not os.access(parent, os.W_OK):
             raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
         return chosen
+    if settings.resume_from_checkpoint is not None:
+        return Path(settings.resume_from_checkpoint).parent
     source = Path(settings.model_name_or_path)
     # A model that we saved ourselves is called "model"; its run has the telling name.
     name = source.parent.name if source.name == "model" else source.name
@@ -196,7 +242,21 @@ def _output_dir(settings: Settings) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase | None:
+def _refuse_used(output_dir: Path) -> None:
+    whole = _checkpoints(output_dir)
+    if whole:
+        raise ValueError(
+            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint {whole[-1]}, "
+            "name another --output_dir, or pass --overwrite_output_dir"
+        )
+    for name, what in (("model", "a trained model"), ("metrics.jsonl", "the metrics of a run")):
+        if (output_dir / name).exists():
+            raise ValueError(
+                f"{output_dir} already holds {what}; name another --output_dir, or pass --overwrite_output_dir"
+            )
+
+
+def _tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
     if settings.tokenizer_name is not None:
         return presets.load_tokenizer(settings.tokenizer_name)
     if presets.is_preset(settings.model_name_or_path):
@@ -205,16 +265,14 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase | None:
         return presets.load_tokenizer(settings.model_name_or_path)
     except ValueError:
         # What `oomb train` saves of a byte-level model has no tokenizer, and reads bytes again.
-        if presets.load_config(settings.model_name_or_path).vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
+        if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
             return None
         raise
 
 
-def _vocab_size(settings: Settings) -> int:
-    return presets.load_config(settings.model_name_or_path).get_text_config().vocab_size
-
-
-def _windows(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> data.Split:
+def _windows(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
+) -> data.Split:
     needed = data.NUM_BYTE_IDS if tokenizer is None else len(tokenizer)
     if vocab_size < needed:
         what = "bytes need" if tokenizer is None else "the tokenizer has"
@@ -222,7 +280,7 @@ def _windows(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, voca
             f"{settings.model_name_or_path} has a vocabulary of {vocab_size} and {what} {needed} ids; "
             "name the tokenizer that belongs to the model with --tokenizer_name"
         )
-    steps = settings.max_steps or (max(DEMO_STEPS.values()) if settings.is_demo else None)
+    steps = settings.max_steps or (_demo_steps(device) if settings.is_demo else None)
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     split = data.load(
         settings.dataset,
@@ -233,16 +291,20 @@ def _windows(settings: Settings, tokenizer: PreTrainedTokenizerBase | None, voca
     )
     if len(split.train) < settings.per_device_train_batch_size:
         raise ValueError(
-            f"{settings.dataset} has {len(split.train)} windows of {settings.max_length} tokens to train on "
+            f"{settings.dataset} has {_count(len(split.train), 'window')} of {settings.max_length} tokens to train on "
             f"and a batch takes {settings.per_device_train_batch_size}: lower --max_length or the batch size"
         )
     return split
 
 
+def _demo_steps(device: torch.device) -> int:
+    return DEMO_STEPS["cuda" if device.type == "cuda" else "cpu"]
+
+
 def _arguments(settings: Settings, output_dir: Path, device: torch.device, num_windows: int) -> TrainingArguments:
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     one_epoch = -(-num_windows // batch)
-    default_steps = DEMO_STEPS["cuda" if device.type == "cuda" else "cpu"] if settings.is_demo else one_epoch
+    default_steps = _demo_steps(device) if settings.is_demo else one_epoch
     steps = settings.max_steps or default_steps
     warmup = settings.warmup_steps if settings.warmup_steps is not None else min(max(steps // 10, 2), 100, steps // 2)
     default_rate = DEMO_LEARNING_RATE if settings.is_demo else LEARNING_RATE
@@ -268,93 +330,123 @@ def _arguments(settings: Settings, output_dir: Path, device: torch.device, num_w
     )
 
 
-def _train(trainer: Trainer, display: TrainingDisplay, resume_from_checkpoint: str | None) -> bool:
-    """Train; True where Ctrl-C ended it early."""
-    with _stop_on_interrupt(display):
-        try:
-            trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-        except StopRequested:
-            return True
-        finally:
-            display.close()
+def _train(
+    trainer: Trainer, display: TrainingDisplay, interrupts: Interrupts, resume_from_checkpoint: str | None
+) -> bool:
+    """Train; True where Ctrl-C ended it early, which is between two chunks and never inside an optimizer step."""
+    interrupts.stop("stopping at the next chunk and saving; Ctrl-C again ends without saving")
+    try:
+        trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+    except StopRequested:
+        return True
+    finally:
+        display.close()
     return display.stop_requested
 
 
-@contextmanager
-def _stop_on_interrupt(display: TrainingDisplay) -> Iterator[None]:
-    """The first Ctrl-C stops at the next chunk, never inside an optimizer step; the second one ends the program."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def on_interrupt(signum: int, frame: Any) -> None:
-        display.stop_requested = True
-        signal.signal(signal.SIGINT, previous)
-
-    signal.signal(signal.SIGINT, on_interrupt)
+def _held_out_loss(
+    trainer: Trainer, held_out: data.Windows | None, display: TrainingDisplay, interrupts: Interrupts
+) -> float | None:
+    """The held-out loss, or None where there is none. Nothing that happens here is worth a trained model."""
+    if held_out is None:
+        return None
+    interrupts.stop("skipping the held-out loss at the next chunk; Ctrl-C again ends the program")
+    num_batches = -(-len(held_out) // trainer.args.per_device_eval_batch_size)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        with display.evaluating("held-out loss", num_batches):
+            return float(trainer.evaluate(held_out)["eval_loss"])
+    except StopRequested:
+        return None
+    except Exception as error:
+        if not display.step_times:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = escape(f"the held-out loss failed and is left out ({reason})")
+        display.console.print(f"[yellow]{text}[/]", highlight=False, soft_wrap=True)
+        return None
 
 
-def _held_out_loss(trainer: Trainer, held_out: data.Windows | None) -> float | None:
-    return None if held_out is None else float(trainer.evaluate(held_out)["eval_loss"])
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _describe(
-    settings: Settings, model: nn.Module, split: data.Split, trainer: Trainer, device: torch.device, config: Config
+    settings: Settings, model: Any, split: data.Split, trainer: Trainer, device: torch.device, config: Config
 ) -> str:
     num_parameters = sum(p.numel() for p in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    windows_per_step = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    steps = trainer.args.max_steps
+    passes = steps * windows_per_step / len(split.train)
+    again = f", each read {passes:.1f} times" if passes > 1.05 else ""
+    model_name, dataset = escape(settings.model_name_or_path), escape(settings.dataset)
     lines = [
-        f"[bold]{settings.model_name_or_path}[/]: {num_parameters / 1e6:,.2f}M parameters, {dtype}, on {device}",
-        f"[bold]{settings.dataset}[/]: {len(split.train)} windows of {settings.max_length:,} tokens to train on, "
-        f"{len(split.held_out) if split.held_out else 0} held out",
-        f"{trainer.args.max_steps} steps, learning rate {trainer.args.learning_rate:g}, "
-        f"chunks of {config.chunk_size:,} tokens",
+        f"[bold]{model_name}[/]: {num_parameters / 1e6:,.2f}M parameters, {dtype}, on {device}",
+        f"[bold]{dataset}[/]: {_count(len(split.train), 'window')} of {settings.max_length:,} tokens to train on"
+        f"{again}; {_count(len(split.held_out) if split.held_out else 0, 'window')} held out",
+        f"{_count(steps, 'step')} of {_count(windows_per_step, 'window')}, learning rate "
+        f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens",
     ]
+    positions = presets.positions_of(model.config)
+    if positions is not None and settings.max_length > positions:
+        lines.append(
+            f"[yellow]--max_length {settings.max_length:,} is more than the {positions:,} positions this model was "
+            "made for (max_position_embeddings): lower it, or scale RoPE, with YaRN for example, by rope_parameters "
+            "in the model's config.json (docs/quickstart.md)[/]"
+        )
     if split.skipped:
-        lines.append(f"[yellow]{len(split.skipped)} files hold no text and were left out: {split.skipped[0]}, …[/]")
+        left_out = escape(str(split.skipped[0]))
+        lines.append(f"[yellow]{_count(len(split.skipped), 'file')} without text left out: {left_out}, …[/]")
     return "\n".join(lines)
 
 
-def _summary(
-    display: TrainingDisplay,
-    trainer: Trainer,
-    before: float | None,
-    after: float | None,
-    meter: MemoryMeter,
-    wall_s: float,
-    saved_to: Path,
-) -> Table:
-    table = Table(title="Done", title_justify="left", show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    last = display.losses[-5:]
-    table.add_row(
-        "training loss", f"{display.losses[0]:.4f} → {sum(last) / len(last):.4f} (mean of the last {len(last)})"
-    )
-    if before is not None and after is not None:
-        table.add_row("held-out loss", f"{before:.4f} → {after:.4f}")
-    num_steps = len(display.step_times)
-    table.add_row("steps", f"{num_steps}")
-    table.add_row("tokens", f"{num_steps * display.tokens_per_step:,} ({display.tokens_per_step:,} a step)")
-    table.add_row("speed", f"{display.tokens_per_second:,.0f} tokens/s")
-    table.add_row("time", seconds(wall_s))
-    table.add_row(meter.label, gib(meter.peak_bytes))
-    table.add_row("model", str(saved_to))
-    table.add_row("metrics", str(Path(trainer.args.output_dir) / "metrics.jsonl"))
-    return table
-
-
-def _what_next(settings: Settings, saved_to: Path) -> str:
-    go_on = f"oomb train --model_name_or_path {saved_to} --max_length {settings.max_length * 2} --max_steps 10"
+def _what_next(settings: Settings, split: data.Split, model: Any, saved_to: Path) -> str:
+    longer = settings.max_length * 2
+    positions = presets.positions_of(model.config)
+    is_possible = split.num_tokens >= longer and (positions is None or longer <= positions)
+    context = longer if is_possible else settings.max_length
+    where = {"device": settings.device, "dtype": settings.dtype}
+    engine = {key: value for key, value in settings.engine.items() if key in ("kernels", "fuse", "keep_attention")}
+    go_on = {"model_name_or_path": str(saved_to), "dataset": settings.dataset, "learning_rate": settings.learning_rate}
+    go_on |= {"max_length": context, "max_steps": 10, **where, **settings.engine}
     commands = {
-        f"oomb verify {saved_to}": "check its gradients on this machine",
-        go_on: "go on at twice the context",
-        "oomb train --dataset FOLDER": "the same on your own text",
+        f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}": "check its gradients on this machine",
+        f"train{_options(go_on)}": "go on at twice the context" if is_possible else "go on",
     }
-    width = max(map(len, commands))
-    return "\n".join(["Next:", *(f"  {command:{width}}  {what}" for command, what in commands.items())])
+    if settings.is_demo:
+        commands["train --dataset FOLDER"] = "the same on your own text"
+    return "\n".join(["Next:", *(f"  {program()} {command}\n      {what}" for command, what in commands.items())])
+
+
+def _how_to_go_on(settings: Settings, output_dir: Path) -> str:
+    whole = _checkpoints(output_dir)
+    if not whole:
+        return (
+            "This run wrote no checkpoint to resume from: --save_steps N writes one every N steps. The saved model can "
+            "be trained on, with a new optimizer, by --model_name_or_path."
+        )
+    chosen = {name: value for name, value in asdict(settings).items() if name not in ("engine", "overwrite_output_dir")}
+    chosen |= {"output_dir": str(output_dir), "resume_from_checkpoint": str(whole[-1]), **settings.engine}
+    return f"To go on from the latest checkpoint:\n  {program()} train{_options(chosen)}"
+
+
+def _options(chosen: dict[str, Any]) -> str:
+    """As they are typed; those that are the default anyway are left out."""
+    defaults = {**asdict(Settings()), **asdict(Config())}
+    text = ""
+    for name, value in chosen.items():
+        if value is not None and value != defaults[name]:
+            # The one option that takes no value.
+            text += f" --{name}" if name == "keep_attention" else f" --{name} {shlex.quote(str(value))}"
+    return text
+
+
+def program() -> str:
+    """How this program is called from the user's shell: by its name where that is found, else by its path."""
+    if shutil.which("oomb"):
+        return "oomb"
+    script = Path(sys.executable).parent / "oomb"
+    if not script.is_file():
+        return f"{shlex.quote(sys.executable)} -m oomb.cli"
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))

@@ -81,6 +81,10 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
 
     @property
+    def tolerance(self) -> float:
+        return TOLERANCE[getattr(torch, self.dtype)]
+
+    @property
     def trusted(self) -> bool:
         return not self.problems
 
@@ -96,19 +100,20 @@ class Comparison:
 
     def table(self, num_rows: int = 8) -> Table:
         half = self.total_standard_error is not None
+        what = "nearest their limit" if half else f"with the largest error (limit {self.tolerance:.0e})"
         table = Table(
-            title=f"Worst {min(num_rows, len(self.rows))} of {len(self.rows)} parameters", title_justify="left"
+            title=f"{min(num_rows, len(self.rows))} of {len(self.rows)} parameters, those {what}", title_justify="left"
         )
-        table.add_column("parameter")
-        table.add_column("gradient norm", justify="right")
-        table.add_column("oomb error", justify="right")
-        if half:
-            table.add_column("standard error", justify="right")
-            table.add_column("ratio", justify="right")
+        # Names are folded, never cut; short headings leave them the room.
+        table.add_column("parameter", overflow="fold")
+        columns = ("norm", "oomb error", "standard", "ratio", "limit") if half else ("gradient norm", "oomb error")
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows[:num_rows]:
-            cells = [row.name, f"{row.norm:.3e}", f"{row.error:.2e}"]
+            cells = [row.name, f"{row.norm:.2e}", f"{row.error:.2e}"]
             if row.standard_error is not None:
-                cells += [f"{row.standard_error:.2e}", f"{row.ratio:.2f}"]
+                limit = "none" if row.is_negligible else f"{row.limit:.2f}"
+                cells += [f"{row.standard_error:.2e}", f"{row.ratio:.2f}", limit]
             table.add_row(*cells)
         return table
 

@@ -116,7 +116,7 @@ def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
             with torch.device("meta"):
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
             if size > 7e6:
-                pytest.skip(f"{size} parameters: no tiny configuration")
+                pytest.skip(f"{model_type}: {size} parameters, no tiny configuration")
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).double().eval()
             with contextlib.suppress(ValueError, AttributeError):
                 model.set_experts_implementation("eager")
@@ -126,7 +126,7 @@ def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
             reason = f"{type(e).__name__}: {e}"
         else:
             return model
-    pytest.skip(f"cannot be built tiny: {reason[:200]}")
+    pytest.skip(f"{model_type} cannot be built tiny: {reason[:200]}")
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from oomb import cli, presets, train, verify
-from oomb.config import Config
+from oomb import cli, presets, train
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
 
@@ -72,6 +72,11 @@ def test_train_learns_saves_and_sums_up(here: Path) -> None:
     ids = held_out[0]["input_ids"][None]
     assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(after, rel=1e-4)
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
+    # The commands that it proposes are real, and repeat what was chosen.
+    proposed = re.findall(r"^  (\S*oomb|\S+ -m oomb\.cli) (.*)$", result.output, re.MULTILINE)
+    assert len(proposed) == 3
+    assert "--max_length 1024 --max_steps 10 --device cpu --dtype float32 --chunk_size 64" in proposed[1][1]
+    assert shutil.which(proposed[0][0].split()[0])
 
 
 def test_train_is_repeatable_and_the_seed_matters(here: Path) -> None:
@@ -109,6 +114,13 @@ def test_train_on_own_text_from_a_saved_model(here: Path, saved_model: Path) -> 
     resumed = [event for event in records(here / "resumed") if event["event"] == "step"]
     assert [event["step"] for event in resumed] == [3]
     assert resumed[0]["loss"] == pytest.approx(steps[2]["loss"], rel=1e-5)
+    # The held-out loss before is the checkpoint's, at its step.
+    first = next(event for event in records(here / "resumed") if event["event"] == "held_out")
+    start = next(event for event in records(here / "out") if event["event"] == "held_out")
+    assert first["step"] == 2
+    assert first["loss"] < start["loss"]
+    assert f"--dataset {text}" in again.output
+    assert "train --dataset FOLDER" not in again.output
 
 
 def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path) -> None:
@@ -117,6 +129,7 @@ def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path)
     assert sorted(path.name for path in (here / "runs").iterdir()) == ["demo", "demo-2"]
     refused = invoke("train", *TOY, "--output_dir", "runs/demo")
     assert refused.exit_code == 2
+    assert "runs/demo already holds a trained model" in refused.output
     assert "--overwrite_output_dir" in refused.output
     replaced = invoke("train", *TOY, "--output_dir", "runs/demo", "--overwrite_output_dir")
     assert replaced.exit_code == 0
@@ -137,6 +150,94 @@ def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> No
     with pytest.raises(OSError, match="disk full"):
         train.save(Broken(), None, here / "model")
     assert (here / "model" / "model.safetensors").read_bytes() == before
+    assert [path.name for path in here.iterdir()] == ["model"]
+
+
+def test_a_run_without_a_model_yet_is_not_overwritten_but_resumed(here: Path) -> None:
+    run = ["train", *TOY, "--max_eval_samples", "0", "--output_dir", "out"]
+    assert invoke(*run, "--save_steps", "2").exit_code == 0
+    shutil.rmtree(here / "out" / "model")
+    refused = invoke(*run)
+    assert refused.exit_code == 2
+    assert "--resume_from_checkpoint out/checkpoint-3" in refused.output
+    assert "--overwrite_output_dir" in refused.output
+    # Its folder is the run's, its metrics are added to the run's.
+    assert invoke(*run[:-2], "--resume_from_checkpoint", "out/checkpoint-2").exit_code == 0
+    assert [event["step"] for event in records(here / "out") if event["event"] == "step"] == [1, 2, 3, 3]
+    finished = invoke(*run, "--resume_from_checkpoint", "out/checkpoint-3")
+    assert finished.exit_code == 2
+    assert "at step 3 and --max_steps is 3: there is nothing left to train" in finished.output
+    for folder in (here / "out").glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    shutil.rmtree(here / "out" / "model")
+    assert "out already holds the metrics of a run" in invoke(*run).output
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = train.Trainer.evaluate
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
+    result = invoke("train", *TOY, "--output_dir", "out")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("skipping the held-out loss at the next chunk; Ctrl-C again ends the program") == 2
+    assert [event["event"] for event in records(here / "out")] == ["start", *["step"] * 3, "end"]
+    assert AutoModelForCausalLM.from_pretrained(here / "out" / "model")
+    # Twice is the end, but the model is there by then.
+    calls = []
+
+    def twice_after_training(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            ctrl_c()
+            ctrl_c()
+        return evaluate(*args)
+
+    monkeypatch.setattr(train.Trainer, "evaluate", twice_after_training)
+    result = invoke("train", *TOY, "--output_dir", "ended")
+    assert result.exit_code == train.EXIT_INTERRUPTED
+    assert "ended by Ctrl-C; the trained model is in ended/model" in result.output
+    assert AutoModelForCausalLM.from_pretrained(here / "ended" / "model")
+
+
+def test_an_error_in_the_last_evaluation_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([{"eval_loss": 5.0}])
+    monkeypatch.setattr(train.Trainer, "evaluate", lambda *args: next(losses))
+    result = invoke("train", *TOY, "--output_dir", "out")
+    assert result.exit_code == 0, result.output
+    assert "the held-out loss failed and is left out (StopIteration" in result.output
+    assert "5.0000 → not computed" in result.output
+    assert (here / "out" / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    step_end = train.TrainingDisplay.on_step_end
+
+    def interrupted(self: Any, args: Any, state: Any, control: Any, **options: Any) -> None:
+        step_end(self, args, state, control, **options)
+        if state.global_step == 2:
+            for _ in range(times):
+                ctrl_c()
+
+    # And once more while it saves, which must change nothing.
+    save = train.save
+    monkeypatch.setattr(train, "save", lambda *args: (ctrl_c(), save(*args))[1])
+    monkeypatch.setattr(train.TrainingDisplay, "on_step_end", interrupted)
+    result = invoke("train", *TOY, "--output_dir", "out", "--max_steps", "9", "--save_steps", "1")
+    assert result.exit_code == train.EXIT_INTERRUPTED, result.output
+    assert "stopping at the next chunk and saving; Ctrl-C again ends without saving" in result.output
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if times == 2:
+        assert "ended by Ctrl-C; nothing was saved" in result.output
+        assert not (here / "out" / "model").exists()
+        return
+    assert "stopped after step 2 of 9; the model as of then is in out/model" in result.output
+    assert "saving; the program ends after that" in result.output
+    assert "training loss" in result.output
+    assert re.search(r"train .*--max_steps 9 .*--resume_from_checkpoint out/checkpoint-2", result.output)
 
 
 @pytest.mark.slow
@@ -169,7 +270,7 @@ def test_ctrl_c_saves_and_says_so(here: Path) -> None:
         (["--max_steps", "0"], "--max_steps is 0"),
         (["--learning_rate", "-1"], "--learning_rate is -1.0"),
         (["--lr_scheduler_type", "square"], "--lr_scheduler_type 'square' is unknown"),
-        (["--chunk_size", "0"], "chunk_size is 0"),
+        (["--chunk_size", "0"], "--chunk_size '0' is not a number of tokens"),
         (["--kernels", "magic"], "kernels is 'magic'"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--device", "cuda:99"], "is not here: this machine shows"),
@@ -187,104 +288,52 @@ def test_train_refuses_in_one_message_before_any_work(here: Path, arguments: lis
     assert list(here.iterdir()) == []
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def unreachable() -> None:
+        asked.append(1)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", unreachable)
+    presets._why_offline.cache_clear()
+    for _ in range(2):
+        result = invoke("train", *TOY, "--model", "no-such/model")
+        assert result.exit_code == 2
+        assert "cannot be reached (no route; HF_HUB_OFFLINE=1" in result.output
+        assert "Name a local folder" in result.output
+    presets._why_offline.cache_clear()
+    assert len(asked) == 1
+
+
+def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
+    short = presets.preset_config("demo", max_position_embeddings=128)
+    AutoModelForCausalLM.from_config(short).save_pretrained(here / "short")
+    result = invoke("train", *TOY, "--model", "short", "--chunk_size", "1k", "--max_steps", "1", "--dtype", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "--max_length 256 is more than the 128 positions this model was made for" in result.output
+    assert "1 step of 1 window, learning rate 5e-05, chunks of 1,024 tokens" in result.output
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    assert presets.positions_of(short) == 128
+    assert presets.positions_of(presets.preset_config("demo", max_position_embeddings=128, rope_parameters=yarn)) == 512
+
+
+def test_a_model_without_its_tokenizer_is_named(here: Path) -> None:
+    config = presets.preset_config("demo", vocab_size=300)
+    AutoModelForCausalLM.from_config(config).save_pretrained(here / "bare")
+    assert "bare holds no tokenizer; name one with --tokenizer_name" in invoke("train", "--model", "bare").output
+    assert "; did you mean 'bare'? The presets are" in invoke("train", "--model", "baer").output
+    assert "(owner/name). The presets are" in invoke("train", "--model", "./zzz").output
+
+
 def test_train_refuses_text_that_is_too_short(here: Path) -> None:
     (here / "short.txt").write_text("hello")
     result = invoke("train", *TOY, "--dataset", "short.txt")
     assert result.exit_code == 2
     assert "short.txt has 6 tokens (bytes) and one window needs 256" in result.output
-
-
-def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
-    result = invoke("verify", saved_model, "--context", "160", "--chunk_size", "48", "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1].startswith("trust it: gradients equal whole-sequence training to ")
-    assert "21 parameters, 160 tokens in 4 chunks, float32" in result.output
-    assert "model.layers." in result.output
-
-
-def test_verify_in_half_precision_compares_both_to_float32(saved_model: Path) -> None:
-    options = ["--context", "256", "--chunk_size", "64", "--dtype", "bfloat16", "--device", "cpu"]
-    result = invoke("verify", saved_model, *options)
-    assert result.exit_code == 0, result.output
-    assert "x the rounding error of standard training" in result.output
-    assert "ratio" in result.output
-
-
-def test_verify_does_not_trust_wrong_gradients(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = verify.Engine.loss
-    monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.001)
-    options = ["--context", "128", "--chunk_size", "48", "--device", "cpu"]
-    result = invoke("verify", saved_model, *options)
-    assert result.exit_code == 1, result.output
-    assert result.output.splitlines()[-1].startswith("do not trust: the losses differ by 1.0e-03, more than 1e-04")
-    # A gradient of 40% in bfloat16 noise must be seen as well.
-    monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.4)
-    result = invoke("verify", saved_model, *options, "--dtype", "bfloat16")
-    assert result.exit_code == 1, result.output
-    assert "x standard training's, more than 1.2" in result.output
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    model = presets.load_model("demo", device="cpu", dtype=dtype)
-    wrong = "model.layers.1.mlp.up_proj.weight"
-    gradients = verify._gradients
-    calls: list[int] = []
-
-    def spoil_the_first(*args: Any) -> Any:
-        loss, found = gradients(*args)
-        if not calls:
-            found[wrong] = found[wrong] * 1.05
-        calls.append(1)
-        return loss, found
-
-    assert verify.compare(model, Config(chunk_size=48), context=160).trusted
-    monkeypatch.setattr(verify, "_gradients", spoil_the_first)
-    comparison = verify.compare(model, Config(chunk_size=48), context=160)
-    assert not comparison.trusted
-    assert comparison.rows[0].name == wrong
-    assert wrong in comparison.verdict
-
-
-def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
-    config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
-    model = AutoModelForCausalLM.from_config(config)
-    assert verify.compare(model, Config(chunk_size=24), context=64).trusted
-    with pytest.raises(ValueError, match="compare a mixture of experts in float32"):
-        verify.compare(model.bfloat16(), Config(chunk_size=24), context=64)
-
-
-def test_verify_leaves_the_model_as_it_was() -> None:
-    model = presets.load_model("demo", device="cpu", dtype="bfloat16").train()
-    before = {name: (value.dtype, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
-    verify.compare(model, Config(chunk_size=32), context=64)
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        assert value.dtype == before[name][0], name
-        assert torch.equal(value, before[name][1]), name
-        assert value.grad is None
-    assert model.training
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--chunk_size", "64", "--context", "64"], "cuts nothing"),
-        (["demo", "--layers", "9"], "this model has 2 layers"),
-        (["demmo"], "did you mean 'demo'?"),
-    ],
-)
-def test_verify_refuses_in_one_message(arguments: list[str], message: str) -> None:
-    result = invoke("verify", *arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-def test_verify_keeps_only_some_layers_of_a_large_model() -> None:
-    result = invoke(
-        "verify", "smollm2-135m", "--layers", "1", "--context", "24", "--chunk_size", "8", "--device", "cpu"
-    )
-    assert result.exit_code == 0, result.output
-    assert "11 parameters" in result.output
 
 
 def test_bench_prints_a_table_and_writes_json(here: Path) -> None:
@@ -327,7 +376,10 @@ def test_numbers_of_tokens() -> None:
     ("command", "words"),
     [
         ([], ["train", "verify", "bench", "exact gradients"]),
-        (["train"], ["--max_length", "Ctrl-C", "owner/name", "qwen2.5-7b", "metrics.jsonl"]),
+        (
+            ["train"],
+            ["─ Optimizer ─", "a few minutes on two", "--max_length", "owner/name", "qwen2.5-7b", "metrics.jsonl"],
+        ),
         (["verify"], ["--layers", "exit code", "float32 reference"]),
         (["bench"], ["--contexts", "32K,64K,1M", "no optimizer"]),
     ],
@@ -353,18 +405,28 @@ def test_the_terminal_gets_a_bar() -> None:
             pass
 
     screen = StringIO()
-    console = Console(file=screen, force_terminal=True, width=80)
+    now = [0.0]
+    console = Console(file=screen, force_terminal=True, width=80, get_time=lambda: now[0])
     display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), 1024)  # type: ignore[arg-type]
     given = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(max_steps=2), TrainerControl()
     display.on_train_begin(*given)
     display.on_step_begin(*given)
     display.chunk_done("gradient", 3, 4)
+    now[0] = 900.0
+    display.chunk_done("gradient", 4, 4)
+    assert display._bar is not None
+    assert display._bar.tasks[0].time_remaining is not None, "a chunk may take minutes"
     given[1].global_step = 1
     display.on_step_end(*given)
     display.on_log(*given, logs={"loss": 1.2345})
     display.on_train_end(*given)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert re.search(r"step 1/2 .*loss 1\.23\d [\d,]+ tok/s [\d.]+ [GM]iB", shown), shown
+    with display.evaluating("held-out loss", 2):
+        display.chunk_done("fill", 4, 4)
+        display.chunk_done("fill", 2, 4)
+        assert display._bar is not None
+        assert display._bar.tasks[0].percentage == 75
     display.stop_requested = True
     with pytest.raises(StopRequested):
         display.chunk_done("fill", 1, 4)

@@ -48,13 +48,14 @@ def test_a_file_becomes_bytes_and_a_separator(tmp_path: Path) -> None:
     assert int(split.train[0]["input_ids"][0]) == ord("h"), "a caller's change of labels must not reach the text"
 
 
-def test_the_held_out_windows_are_the_end_and_are_not_trained_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_train", [None, 1, 3, 8, 100])
+def test_the_held_out_windows_are_the_first_however_many_are_trained_on(tmp_path: Path, num_train: int | None) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(bytes(range(1, 101)))
-    split = data.load(str(file), max_length=10, num_held_out=3)
+    split = data.load(str(file), max_length=10, num_held_out=3, num_train=num_train)
     # A fifth of the ten windows at most.
-    assert tokens_of(split.train) == list(range(1, 81))
-    assert tokens_of(split.held_out) == list(range(81, 101))
+    assert tokens_of(split.held_out) == list(range(1, 21))
+    assert tokens_of(split.train) == list(range(21, 101))[: (num_train or 8) * 10]
 
 
 @settings(max_examples=30, deadline=None)
@@ -81,13 +82,13 @@ def test_every_token_of_the_text_is_in_one_window_in_order(
             data.load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
         return
     split = data.load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
-    seen = tokens_of(split.train) + tokens_of(split.held_out)
+    seen = tokens_of(split.held_out) + tokens_of(split.train)
     assert seen == stream[: len(seen)]
     assert len(split.train) >= 1
     if num_train is None:
         assert len(seen) == len(stream) // max_length * max_length
     else:
-        assert len(seen) >= min((num_train + num_held_out) * max_length, len(stream) // max_length * max_length)
+        assert len(split.train) == min(num_train, len(stream) // max_length - len(split.held_out or ()))
     if num_held_out and len(seen) >= 2 * max_length:
         assert split.held_out is not None
 
@@ -135,18 +136,15 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
 def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index}.txt").write_text("x" * 99)
-    assert data.load(str(tmp_path), max_length=100, num_train=2, num_held_out=1).num_documents == 3
+    assert data.load(str(tmp_path), max_length=100, num_train=7, num_held_out=1).num_documents == 8
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "short.txt",
-            b"abc",
-            r"short\.txt has 4 tokens \(bytes\) and one window needs 16: set max_length to 4 or less",
-        ),
-        ("empty.txt", b"", r"empty\.txt has 0 tokens.*needs 16: give some text"),
+        ("short.txt", b"abc", r"short\.txt has 4 tokens \(bytes\) and one window needs 1024: give more text"),
+        ("shorter.txt", b"abc" * 200, r"one window needs 1024: set --max_length to 601 or less"),
+        ("empty.txt", b"", r"empty\.txt has 0 tokens.*needs 1024: give more text"),
         ("binary.dat", b"a\x00b" * 30, r"binary\.dat is binary, not text; give a UTF-8 text file"),
         ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8 \(byte 3\)"),
     ],
@@ -155,13 +153,15 @@ def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, content: by
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        data.load(str(file), max_length=16)
+        data.load(str(file), max_length=1024)
 
 
 def test_other_bad_datasets(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not there; name a text file"):
+    with pytest.raises(ValueError, match=r"is not there\. Name a text file"):
         data.load(str(tmp_path / "nothing"), max_length=16)
     (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"is not there; did you mean '.*/empty'"):
+        data.load(str(tmp_path / "emtpy"), max_length=16)
     with pytest.raises(ValueError, match="holds no files"):
         data.load(str(tmp_path / "empty"), max_length=16)
     (tmp_path / "a.txt").write_text("text")

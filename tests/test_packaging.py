@@ -28,7 +28,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
 LAYERS = [
-    {"config", "memory", "loss", "triton_kernels", "presets", "data", "metrics"},
+    {"config", "memory", "loss", "refusals", "triton_kernels", "presets", "data", "metrics"},
     {"inputs", "model", "attention", "grads"},
     {"engine"},
     {"trainer", "verify", "bench", "progress"},
@@ -42,9 +42,9 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Not needed to import anything of ours. The first group are our extras, the others are what users often have besides.
 OPTIONAL = [
-    "peft", "matplotlib", "triton", "pytest", "hypothesis", "xdist", "ruff", "mypy",
+    "peft", "triton", "pytest", "hypothesis", "xdist", "ruff", "mypy",
     "trl", "datasets", "liger_kernel", "flash_attn", "bitsandbytes", "deepspeed", "xformers", "wandb", "tensorboard",
-    "optuna", "sentencepiece", "gguf", "scipy", "pandas", "sklearn", "tiktoken",
+    "matplotlib", "optuna", "sentencepiece", "gguf", "scipy", "pandas", "sklearn", "tiktoken",
 ]  # fmt: skip
 
 
@@ -122,9 +122,7 @@ def test_only_the_engine_joins_attention_and_memory() -> None:
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["dependencies"]}
-    extras = {
-        re.split(r"[<>=\[ ]", entry)[0] for name in ("peft", "plot") for entry in project["optional-dependencies"][name]
-    }
+    extras = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["optional-dependencies"]["peft"]}
     for name, path in modules().items():
         for imported, at_top in imports(path):
             package = imported.split(".")[0]
@@ -243,6 +241,43 @@ def test_the_readme_quickstart_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     after = list(names["model"].parameters())
     assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert float(names["loss"].detach()) == pytest.approx(5.6, abs=0.5)
+
+
+def test_the_example_with_lora_and_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    presets.load_model("demo", device="cpu", dtype="bfloat16").save_pretrained("model")
+    words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained("model")
+    Path("my_text.txt").write_text("one two two " * 100)
+    [example] = [block for block in fences(ROOT / "docs" / "quickstart.md", "python") if "LoraConfig" in block]
+    for large, small in (
+        ("Qwen/Qwen2.5-0.5B", "model"),
+        ("32_768", "64"),
+        ("4096", "16"),
+        ("max_steps=100", "max_steps=5"),
+        ("2e-4", "1e-2"),
+    ):
+        assert large in example
+        example = example.replace(large, small)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    losses = [record["loss"] for record in names["trainer"].state.log_history if "loss" in record]
+    assert losses[-1] < losses[0]
+    assert isinstance(names["model"], peft.PeftModel)
+    trained = names["trainer"].model.state_dict()
+    for name, value in names["model"].state_dict().items():
+        if "lora" in name:
+            torch.testing.assert_close(value.float().cpu(), trained[name].float().cpu())
+    # And the one that scales RoPE.
+    [example] = [block for block in fences(ROOT / "docs" / "quickstart.md", "python") if "yarn" in block]
+    names["AutoConfig"] = AutoConfig
+    exec(example, names)
+    assert names["model"].model.rotary_emb.rope_type == "yarn"
 
 
 def test_the_module_table_and_the_diagram_are_true() -> None:

@@ -1,0 +1,137 @@
+"""`oomb verify`: what it trusts, what it does not, what it refuses, and the exit code of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+from oomb import cli, presets, verify
+from oomb.config import Config
+
+
+def invoke(*arguments: str | Path, columns: int = 200) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    presets.load_model("demo", device="cpu", dtype="float32").save_pretrained(folder)
+    return folder
+
+
+def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
+    result = invoke("verify", saved_model, "--context", "160", "--chunk_size", "48", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1].startswith("trust it: gradients equal whole-sequence training to ")
+    assert "21 parameters, 160 tokens in 4 chunks, float32" in result.output
+    assert "model.layers." in result.output
+
+
+def test_verify_cuts_no_name_in_a_narrow_terminal(saved_model: Path) -> None:
+    options = ["--context", "96", "--chunk_size", "48", "--dtype", "bf16", "--device", "cpu"]
+    result = invoke("verify", saved_model, *options, columns=80)
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.output
+    assert "nearest their limit" in result.output
+
+
+def test_verify_ends_with_1_only_where_gradients_are_wrong(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(verify.Engine, "loss", broken)
+    result = invoke("verify", saved_model, "--context", "96", "--chunk_size", "48", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "error: RuntimeError: a kernel failed" in result.output
+
+
+def test_verify_in_half_precision_compares_both_to_float32(saved_model: Path) -> None:
+    options = ["--context", "256", "--chunk_size", "64", "--dtype", "bfloat16", "--device", "cpu"]
+    result = invoke("verify", saved_model, *options)
+    assert result.exit_code == 0, result.output
+    assert "x the rounding error of standard training" in result.output
+    assert "ratio" in result.output
+
+
+def test_verify_does_not_trust_wrong_gradients(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = verify.Engine.loss
+    monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.001)
+    options = ["--context", "128", "--chunk_size", "48", "--device", "cpu"]
+    result = invoke("verify", saved_model, *options)
+    assert result.exit_code == 1, result.output
+    assert result.output.splitlines()[-1].startswith("do not trust: the losses differ by 1.0e-03, more than 1e-04")
+    # A gradient of 40% in bfloat16 noise must be seen as well.
+    monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.4)
+    result = invoke("verify", saved_model, *options, "--dtype", "bfloat16")
+    assert result.exit_code == 1, result.output
+    assert "x standard training's, more than 1.2" in result.output
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    model = presets.load_model("demo", device="cpu", dtype=dtype)
+    wrong = "model.layers.1.mlp.up_proj.weight"
+    gradients = verify._gradients
+    calls: list[int] = []
+
+    def spoil_the_first(*args: Any) -> Any:
+        loss, found = gradients(*args)
+        if not calls:
+            found[wrong] = found[wrong] * 1.05
+        calls.append(1)
+        return loss, found
+
+    assert verify.compare(model, Config(chunk_size=48), context=160).trusted
+    monkeypatch.setattr(verify, "_gradients", spoil_the_first)
+    comparison = verify.compare(model, Config(chunk_size=48), context=160)
+    assert not comparison.trusted
+    assert comparison.rows[0].name == wrong
+    assert wrong in comparison.verdict
+
+
+def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
+    config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config)
+    assert verify.compare(model, Config(chunk_size=24), context=64).trusted
+    with pytest.raises(ValueError, match="compare a mixture of experts in float32"):
+        verify.compare(model.bfloat16(), Config(chunk_size=24), context=64)
+
+
+def test_verify_leaves_the_model_as_it_was() -> None:
+    model = presets.load_model("demo", device="cpu", dtype="bfloat16").train()
+    before = {name: (value.dtype, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    verify.compare(model, Config(chunk_size=32), context=64)
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        assert value.dtype == before[name][0], name
+        assert torch.equal(value, before[name][1]), name
+        assert value.grad is None
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--chunk_size", "64", "--context", "64"], "cuts nothing"),
+        (["demo", "--layers", "9"], "this model has 2 layers"),
+        (["demmo"], "did you mean 'demo'?"),
+    ],
+)
+def test_verify_refuses_in_one_message(arguments: list[str], message: str) -> None:
+    result = invoke("verify", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_verify_keeps_only_some_layers_of_a_large_model() -> None:
+    result = invoke(
+        "verify", "smollm2-135m", "--layers", "1", "--context", "24", "--chunk_size", "8", "--device", "cpu"
+    )
+    assert result.exit_code == 0, result.output
+    assert "11 parameters" in result.output
