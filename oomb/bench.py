@@ -37,6 +37,8 @@ FASTEST_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+WARM_UP = 65536
+"""Tokens of the step before the measured ones: enough chunks that every kernel has been built."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 """How far apart the gradients of the modes may be, relative to their norm, before a row counts as wrong; a tenth of it
 for the loss. Two bfloat16 runs of a deep random model are 0.1 apart."""
@@ -207,7 +209,7 @@ def _measure(
     on_gpu = place.type == "cuda"
     try:
         # Compilation, kernel plans and the allocator's first requests belong to a run's first step, not to its pace.
-        step(ids[:, : min(ids.shape[1], 16384)])
+        step(ids[:, :WARM_UP])
         for _ in range(repeats):
             _clear_grads(network)
             if on_gpu:
