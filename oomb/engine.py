@@ -169,7 +169,8 @@ class Sequence:
             )
         self.is_closed = True
         try:
-            self._decide_checkpointing()
+            if self.last_hidden is None:
+                self._decide_checkpointing()
             with self._running(), collecting(self.model.parameters(), self.engine.sums_in_float32):
                 for index in self._walk("gradient", reversed(range(len(self.bounds)))):
                     hidden, self.last_hidden = self.last_hidden, None
@@ -203,8 +204,9 @@ class Sequence:
         spec = Spec(scale=scale, window=window, softcap=softcap, kernels=self.config.kernels)
         if not torch.is_grad_enabled():
             out, lse = attend(q, k, v, sinks, past, spec)
-            self.store.append(layer, self.start, k, v)
-            if self.trains and self.config.keep_attention:
+            keeps = self.trains and self.config.keep_attention
+            self.store.append(layer, self.start, k, v, kept_bytes=out.nbytes + lse.nbytes if keeps else 0)
+            if keeps:
                 self.kept_attention[self.index][layer] = (out, lse)
             return out
         kept = self.kept_attention[self.index].get(layer)
@@ -247,7 +249,7 @@ class Sequence:
         num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
         needed = len(self.model.layers) * self.model.activation_bytes(num_tokens, self.engine.fuse)
         needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self.engine.sums_in_float32)
-        self.checkpoint_layers = self.last_hidden is None and free is not None and needed > 0.9 * free
+        self.checkpoint_layers = free is not None and needed > 0.9 * free
 
     def _may_keep_last_chunk(self) -> bool:
         self._decide_checkpointing()

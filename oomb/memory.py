@@ -50,13 +50,14 @@ class PageStore:
         self.with_grads = with_grads
         self.layers: dict[int, LayerPages] = {}
 
-    def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
-        """Stores the chunk's K and V; those of the last chunk need no page."""
+    def append(self, layer: int, start: int, k: Tensor, v: Tensor, kept_bytes: int = 0) -> None:
+        """Stores the chunk's K and V; those of the last chunk need no page. `kept_bytes` is what the caller keeps of
+        this chunk and layer besides, which must fit too."""
         if start >= self.capacity:
             return
         if layer not in self.layers:
             if not self.layers:
-                self._check_room(k, v)
+                self._check_room(k, v, kept_bytes // k.shape[2])
             self.layers[layer] = LayerPages(self.capacity, k, v, self.kv_dtype, self.grad_dtype)
         self.layers[layer].write(start, k, v)
 
@@ -75,17 +76,18 @@ class PageStore:
     def close(self) -> None:
         self.layers.clear()
 
-    def _check_room(self, k: Tensor, v: Tensor) -> None:
+    def _check_room(self, k: Tensor, v: Tensor, kept_bytes: int) -> None:
         """Refuses before the first page is taken if the pages of all layers can't fit, going by the first layer's."""
         free = free_bytes(k.device)
         if free is None:
             return
         rows = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (k, v))
         kv, grad = ((dtype or k.dtype).itemsize for dtype in (self.kv_dtype, self.grad_dtype))
-        per_token = self.num_layers * rows * (kv + grad * self.with_grads)
+        per_token = self.num_layers * (rows * (kv + grad * self.with_grads) + kept_bytes)
         if self.capacity * per_token > free:
+            what = "K, V" + ", their gradients" * self.with_grads + ", kept attention outputs" * (kept_bytes > 0)
             raise OutOfPages(
-                f"K, V{' and their gradients' if self.with_grads else ''} for {self.capacity:,} tokens need "
+                f"{what} for {self.capacity:,} tokens need "
                 f"{self.capacity * per_token / 2**30:.1f} GiB on {k.device}, where {free / 2**30:.1f} GiB are free: "
                 f"shorten the context to about {free * 9 // 10 // per_token:,} tokens, or lower the batch size"
             )

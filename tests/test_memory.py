@@ -69,6 +69,15 @@ def test_pages_rest_in_the_precision_asked_for() -> None:
     assert store.grad_bytes() == 2 * k.numel() * 8
 
 
+def test_what_is_kept_beside_the_pages_must_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 * 2 * 2 * 3 * 1000 * 5 * 8)
+    chunk = torch.zeros(2, 3, 10, 5, dtype=torch.float64)
+    PageStore(1000, chunk_size=10, num_layers=2).append(0, 0, chunk, chunk)
+    with pytest.raises(OutOfPages):
+        PageStore(1000, chunk_size=10, num_layers=2).append(0, 0, chunk, chunk, kept_bytes=10)
+    PageStore(1000, chunk_size=10, num_layers=2, with_grads=False).append(0, 0, chunk, chunk, kept_bytes=10)
+
+
 def test_pages_that_cannot_fit_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     num_bytes = 4 * 2 * 2 * 3 * 1000 * 5 * 8
     for room, fits in ((num_bytes, True), (num_bytes - 1, False)):
