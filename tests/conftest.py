@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,3 +58,14 @@ def model() -> Any:
     from families import build
 
     return build("llama")
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that `save_pretrained` wrote."""
+    from oomb.presets import load_model
+
+    folder = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    load_model("demo", device="cpu", dtype="float32").save_pretrained(folder)
+    return folder

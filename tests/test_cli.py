@@ -15,17 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from command import invoke
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner, Result
 
 from oomb import cli, presets, train
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
-
-
-def invoke(*arguments: str | Path) -> Result:
-    # Wide, so that no message is broken over two lines where a test looks for it.
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(a) for a in arguments])
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -36,14 +31,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    torch.manual_seed(0)
-    presets.load_model("demo", device="cpu", dtype="float32").save_pretrained(folder)
-    return folder
 
 
 def test_train_learns_saves_and_sums_up(here: Path) -> None:

@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from command import invoke
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner, Result
 
-from oomb import cli, presets, verify
+from oomb import presets, verify
 from oomb.config import Config
-
-
-def invoke(*arguments: str | Path, columns: int = 200) -> Result:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(a) for a in arguments])
-
-
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    torch.manual_seed(0)
-    presets.load_model("demo", device="cpu", dtype="float32").save_pretrained(folder)
-    return folder
 
 
 def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
