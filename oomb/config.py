@@ -24,7 +24,7 @@ class Config:
     """How `oomb.Engine` cuts, stores and computes. Every field has a sane default."""
 
     chunk_size: int = 4096
-    """Tokens per recurrent step. Activation memory grows with it; below about 2048 a GPU's matrix units starve."""
+    """Tokens per recurrent step. Activation memory grows with it; small chunks leave a GPU's matrix units idle."""
 
     kernels: Literal["auto", "cudnn", "flash", "torch"] = "auto"
     """Attention kernels. "auto" takes the fastest that can do what a layer asks for; a named one is used or refused."""

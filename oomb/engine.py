@@ -30,7 +30,7 @@ from oomb.memory import PageStore, free_bytes
 from oomb.model import CausalLM, callers_autocast
 
 RECOMPILE_LIMIT = 64
-"""Layers are compiled anew for every batch size, in both passes; PyTorch's limit of 8 would stop at the fourth."""
+"""Layers are compiled anew for every batch size, in both passes; PyTorch's limit of 8 would stop at the fifth size."""
 
 
 class Engine:

@@ -85,7 +85,7 @@ def _float32_sums(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def add_to_float32(total: Tensor, grad: Tensor) -> None:
-    """total += grad. PyTorch's kernel for two dtypes does not vectorise and reaches half of a GPU's bandwidth."""
+    """total += grad. PyTorch's own kernel for two different dtypes does not load vectors, ours does."""
     if HAS_TRITON and grad.is_cuda and total.is_contiguous() and grad.is_contiguous():
         launch_add(total, grad)
     else:

@@ -50,11 +50,6 @@ class Trainer(transformers.Trainer):
         # The engine divides by the number of predicted tokens itself, whatever the model's own loss would do.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
-        if getattr(getattr(self.model, "config", None), "output_router_logits", False):
-            raise ValueError(
-                "config.output_router_logits asks for the auxiliary loss of a mixture of experts, which the engine "
-                "does not compute: set it to False"
-            )
         # An unsupported model is refused here, before any data is read.
         _ = self.engine
 

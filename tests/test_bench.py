@@ -68,6 +68,6 @@ def test_flops_count_matrices_and_attention() -> None:
     shape = PRESETS["demo"]
     layers, hidden, wide = shape["num_hidden_layers"], shape["hidden_size"], shape["intermediate_size"]
     q, kv = (shape[f"num_{kind}_heads"] * shape["head_dim"] for kind in ("attention", "key_value"))
-    # The tied table counts once, as the head.
+    # Looking up a token costs nothing; the head does.
     matrices = layers * hidden * (2 * q + 2 * kv + 3 * wide) + shape["vocab_size"] * hidden
     assert bench.step_flops(model, 1000) == 1000 * (6 * matrices + 6 * 1000 * layers * q)
