@@ -1,7 +1,7 @@
 """The README's figures for exact attention, one JSON per case under benchmarks/results/.
 
 python benchmarks/exact.py                 # all cases: about eight minutes on an H200
-python benchmarks/exact.py kept lora       # some of them
+python benchmarks/exact.py standard lora   # some of them
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from oomb import bench
 MODEL = "qwen2.5-7b"
 BOTH, OOMB = ("standard", "oomb"), ("oomb",)
 CASES: dict[str, tuple[list[int], tuple[str, ...], dict[str, Any]]] = {
-    "plain": ([2**15, 2**16, 2**17], BOTH, {"chunk_size": 8192}),
+    "standard": ([2**15, 2**16, 2**17], BOTH, {"chunk_size": 8192}),
     "long": ([2**18], OOMB, {"chunk_size": 8192}),
-    "kept": ([2**15, 2**16, 2**17], BOTH, {"chunk_size": 8192, "keep_attention": True}),
-    "lora": ([2**15], OOMB, {"chunk_size": 8192}),
-    "lean": ([2**15], OOMB, {"chunk_size": 4096, "checkpoint_layers": True, "param_grad_dtype": "param"}),
+    "lora": ([2**15], BOTH, {"chunk_size": 8192}),
     "unfused": ([2**15], OOMB, {"chunk_size": 8192, "fuse": "off"}),
 }
 

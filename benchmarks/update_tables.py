@@ -31,54 +31,85 @@ def rows_of(mode: str, *reports: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {row["context"]: row for report in reports for row in report["rows"] if row["mode"] == mode}
 
 
-def table() -> str:
-    """One row per context: oomb, plain and with attention outputs kept, each beside standard training in its run."""
-    plain, longer, kept = (load(f"exact_qwen2.5-7b_{case}.json") for case in ("plain", "long", "kept"))
-    oomb = rows_of("oomb", plain, longer)
-    columns = [oomb, rows_of("standard", plain), rows_of("oomb", kept), rows_of("standard", kept)]
-    machine = kept["machine"]
-    lines = [
-        f"Qwen2.5-7B shape, {kept['settings']['dtype']}, batch 1, one step: forward and backward with all parameter "
-        f"gradients. One {machine['gpu']['name']}, PyTorch {machine['versions']['torch']}, chunks of "
-        f"{kept['settings']['chunk_size']:,} tokens. Time and peak GPU memory of one step, after a warm-up step of "
-        "16,384 tokens:",
-        "",
-        "| context | oomb | standard, same run | oomb, `keep_attention=True` | standard, same run |",
-        "|---:|---:|---:|---:|---:|",
+def tiers() -> dict[str, dict[int, dict[str, Any]]]:
+    """Measured rows of the lean setting by place and context: all on the GPU, and all on the host."""
+    rows = [row for row in load("plan_check.json")["rows"] if row["case"] == "full-lean-kept" and not row["problem"]]
+    return {place: {row["context"]: row for row in rows if row["place"] == place} for place in ("gpu", "host")}
+
+
+def growth(rows: dict[int, dict[str, Any]], shortest: int) -> tuple[int, int, int]:
+    """Peak GPU bytes more at the longest context than at `shortest`, pages and outputs by arithmetic, tokens more."""
+    longest = max(rows)
+    pages = [
+        sum(t["num_bytes"] for t in rows[n]["terms"] if t["grows"] and t["tier"] == "gpu") for n in (shortest, longest)
     ]
-    for context in sorted(oomb):
-        lines.append(f"| {context:,} | {' | '.join(cell(column.get(context)) for column in columns)} |")
-    shortest, longest = min(oomb), max(oomb)
-    growth = oomb[longest]["peak_bytes"] - oomb[shortest]["peak_bytes"]
-    pages = oomb[longest]["page_bytes"] - oomb[shortest]["page_bytes"]
+    measured = rows[longest]["measured_gpu_bytes"] - rows[shortest]["measured_gpu_bytes"]
+    return measured, pages[1] - pages[0], longest - shortest
+
+
+def table() -> str:
+    """oomb beside standard training; then the same step with all that grows on the GPU, and all of it on the host."""
+    report = load("exact_qwen2.5-7b_standard.json")
+    oomb, standard = (rows_of(mode, load("exact_qwen2.5-7b_kept.json"), report) for mode in ("oomb", "standard"))
+    machine, settings = report["machine"], report["settings"]
+    lines = [
+        f"Qwen2.5-7B shape, {settings['dtype']}, batch 1, one step: forward and backward with all parameter gradients. "
+        f"One {machine['gpu']['name']}, PyTorch {machine['versions']['torch']}, chunks of "
+        f"{settings['chunk_size']:,} tokens, all else by default. Time and peak GPU memory of one step, after a "
+        "warm-up step:",
+        "",
+        "| context | oomb | standard training, same run |",
+        "|---:|---:|---:|",
+        *(f"| {context:,} | {cell(oomb[context])} | {cell(standard[context])} |" for context in sorted(oomb)),
+        "",
+        "Standard training is Hugging Face with every layer checkpointed, cuDNN attention and a tiled loss. By default "
+        "oomb buys speed with memory: activations of a chunk, float32 sums of gradients, attention outputs. In little "
+        'GPU memory (`checkpoint_layers=True, param_grad_dtype="param"`), with everything that grows with the context '
+        "on the GPU (`host_memory=0`) or on the host (`gpu_memory=0`):",
+        "",
+        "| context | on the GPU | on the host | host memory | moved in, out | waited |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    by_place = tiers()
+    for context, row in sorted(by_place["host"].items()):
+        on_gpu, on_host = (
+            f"{r['measured_seconds']:.1f} s, {r['measured_gpu_bytes'] / 2**30:.1f} GiB"
+            for r in (by_place["gpu"][context], row)
+        )
+        moved = f"{row['loaded_bytes'] / 2**30:,.0f}, {row['stored_bytes'] / 2**30:,.0f} GiB"
+        lines.append(
+            f"| {context:,} | {on_gpu} | {on_host} | {row['measured_host_bytes'] / 2**30:.1f} GiB | {moved} | "
+            f"{row['waited_seconds']:.2f} s |"
+        )
+    shortest, longest = min(by_place["gpu"]), max(by_place["gpu"])
+    measured, pages, _ = growth(by_place["gpu"], shortest)
+    middle = sorted(by_place["host"])[1]
+    more, _, tokens = growth(by_place["host"], middle)
     error = load("gradient_error_qwen2.5-7b_16384_512.json")["summary"]["oomb default"]["worst_ratio_to_standard"]
     lines += [
         "",
-        "Standard training is Hugging Face with every layer checkpointed, cuDNN attention and a tiled loss; at 262,144 "
-        f"tokens it was not tried. From {shortest:,} to {longest:,} tokens oomb's memory (without kept "
-        f"attention) grows by {growth / 2**30:.2f} GiB; K, V and their gradients take {pages / 2**30:.2f} GiB more. "
-        "Against a float32 reference, at 32 chunks, no layer's gradient error is above "
-        f"{error:.2f} times that of standard training.",
+        f"From {shortest:,} to {longest:,} tokens memory on the GPU grows by {measured / 2**30:.2f} GiB, where K, V, "
+        f"their gradients and attention outputs take {pages / 2**30:.2f} GiB more; with all of that on the host, from "
+        f"{middle:,} tokens on, by {more / tokens * 10_000 / 1e6:.2f} MB per 10,000 tokens. Against a float32 "
+        f"reference, at 32 chunks, no layer's gradient error is above {error:.2f} times that of standard training.",
         "",
-        "These settings buy speed with memory: activations of 8,192 tokens, float32 sums of gradients. Smaller "
-        '`chunk_size`, `checkpoint_layers=True` and `param_grad_dtype="param"` go the other way '
-        "([docs/memory.md](docs/memory.md)).",
-        "",
-        "The figures come from [benchmarks/results](benchmarks/results); `oomb bench` measures your own machine.",
+        "The figures come from [benchmarks/results](benchmarks/results); `oomb bench` measures your own machine, "
+        "[`oomb plan`](docs/plan.md) predicts memory and time without a GPU.",
     ]  # fmt: skip
     return "\n".join(lines)
 
 
 def headline() -> str:
-    kept, longer = (load(f"exact_qwen2.5-7b_{case}.json") for case in ("kept", "long"))
-    context = max(rows_of("standard", kept))
-    ours, standard = (rows_of(mode, kept)[context] for mode in ("oomb", "standard"))
-    (further,) = rows_of("oomb", longer).values()
+    report, by_place = load("exact_qwen2.5-7b_kept.json"), tiers()
+    context = max(rows_of("standard", report))
+    ours, standard = (rows_of(mode, report)[context] for mode in ("oomb", "standard"))
+    further = by_place["host"][max(by_place["host"])]
     return (
-        f"On one {kept['machine']['gpu']['name']}, a step of the Qwen2.5-7B shape at {context:,} tokens takes "
-        f"**{ours['seconds']:.1f} s where standard training takes {standard['seconds']:.1f} s**, with attention "
-        f"outputs kept ({ours['peak_bytes'] / 2**30:.0f} GiB against {standard['peak_bytes'] / 2**30:.0f}); at "
-        f"{further['context']:,} tokens, without, {further['seconds']:.0f} s ([performance](#performance))."
+        f"On one {report['machine']['gpu']['name']}, a step of the Qwen2.5-7B shape at {context:,} tokens takes "
+        f"**{ours['seconds']:.1f} s where standard training takes {standard['seconds']:.1f} s**; at "
+        f"{further['context']:,} tokens {further['measured_seconds']:.0f} s in "
+        f"{further['measured_gpu_bytes'] / 2**30:.0f} GiB of GPU memory, with K, V and their gradients in host memory "
+        "([performance](#performance))."
     )
 
 

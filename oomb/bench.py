@@ -24,13 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from oomb import metrics
 from oomb.config import Config
 from oomb.engine import Engine
+from oomb.forecast import PEAK_TFLOPS
 from oomb.loss import IGNORED, TiledHead
 from oomb.model import CausalLM
 from oomb.presets import load_model
 
 MODES = ("oomb", "standard")
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165, "B200": 2250}
-"""Dense bfloat16 rates by the vendors' datasheets, for MFU. Model names are looked up in the device's name."""
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -38,7 +37,8 @@ FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 WARM_UP = 32768
-"""Tokens of the step before the measured ones: several chunks of any sensible size, so that every kernel is built."""
+"""Tokens of a mode's first step, before the measured ones: several chunks of any sensible size, so that kernels are
+built."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 """How far apart the gradients of the modes may be, relative to their norm, before a row counts as wrong; a tenth of it
 for the loss. Two bfloat16 runs of a deep random model are 0.07 apart."""
@@ -55,7 +55,12 @@ class Row:
     mfu: float | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
-    page_bytes: int = 0
+    gpu_page_bytes: int = 0
+    host_page_bytes: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    waited_seconds: float = 0.0
+    reserve_seconds: float = 0.0
     loss: float | None = None
     grad_difference: float | None = None
     problem: str | None = None
@@ -80,7 +85,12 @@ class Report:
             "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             "MFU": lambda row: f"{row.mfu:.1%}" if row.mfu else "",
             "peak": lambda row: metrics.gib(row.peak_bytes) if row.peak_bytes else "",
-            "pages": lambda row: metrics.gib(row.page_bytes) if row.page_bytes else "",
+            "pages, GPU": lambda row: metrics.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
+            "host": lambda row: metrics.gib(row.host_page_bytes) if row.host_page_bytes else "",
+            "moved in, out": lambda row: (
+                f"{metrics.gib(row.loaded_bytes)}, {metrics.gib(row.stored_bytes)}" if row.loaded_bytes else ""
+            ),
+            "waited": lambda row: metrics.seconds(row.waited_seconds) if row.loaded_bytes else "",
             "grad diff": lambda row: f"{row.grad_difference:.1e}" if row.grad_difference is not None else "",
         }
         shown = {name: show for name, show in columns.items() if any(map(show, self.rows))}
@@ -127,7 +137,7 @@ def run(
     engine = Engine(network, config)
     engine.progress = on_chunk
     vocab, place = engine.model.vocab_size, engine.model.device
-    steps: dict[str, Callable[[Tensor], Tensor]] = {"standard": StandardStep(network), "oomb": EngineStep(engine)}
+    steps: dict[str, EngineStep | StandardStep] = {"standard": StandardStep(network), "oomb": EngineStep(engine)}
     rows: list[Row] = []
     for context in sorted(contexts):
         ids = torch.randint(1, vocab, (1, context), generator=torch.Generator().manual_seed(context))
@@ -135,8 +145,6 @@ def run(
         for mode in sorted(modes, reverse=True):
             row = _measure(mode, steps[mode], ids, network, repeats, place)
             row.mfu = _mfu(row, engine.model, place)
-            if mode == "oomb":
-                row.page_bytes = steps[mode].page_bytes  # type: ignore[attr-defined]
             if row.problem is None:
                 _compare(
                     row, next((r for r in rows if r.context == context and r.problem is None), None), network, sample
@@ -151,16 +159,28 @@ def run(
 
 
 class EngineStep:
-    """One step of the engine; remembers how many bytes its pages took."""
+    """One step of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.page_bytes = 0
+        self.is_warm = False
+
+    def prepare(self, ids: Tensor, row: Row) -> None:
+        """Takes the memory beforehand: pinning it is a matter of a run's first step, as compilation is."""
+        begin = time.perf_counter()
+        self.engine.reserve(*ids.shape)
+        row.reserve_seconds = time.perf_counter() - begin
+        self.engine.reset_stats()
+
+    def finish(self, row: Row) -> None:
+        stats = self.engine.stats
+        row.gpu_page_bytes, row.host_page_bytes = stats.gpu_peak_bytes, stats.host_peak_bytes
+        row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
+        row.waited_seconds = stats.waited_seconds
 
     def __call__(self, ids: Tensor) -> Tensor:
         loss = self.engine.loss(ids)
         loss.backward()
-        self.page_bytes = self.engine.page_bytes
         return loss.detach()
 
 
@@ -169,8 +189,13 @@ class StandardStep:
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
+        self.is_warm = False
         self.model = CausalLM(network)
         self.head = TiledHead(self.model)
+
+    def prepare(self, ids: Tensor, row: Row) -> None: ...
+
+    def finish(self, row: Row) -> None: ...
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.model.device)
@@ -203,13 +228,17 @@ def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
 
 
 def _measure(
-    mode: str, step: Callable[[Tensor], Tensor], ids: Tensor, network: nn.Module, repeats: int, place: torch.device
+    mode: str, step: EngineStep | StandardStep, ids: Tensor, network: nn.Module, repeats: int, place: torch.device
 ) -> Row:
     row = Row(mode=mode, context=ids.shape[1])
     on_gpu = place.type == "cuda"
     try:
-        # Compilation, kernel plans and the allocator's first requests belong to a run's first step, not to its pace.
-        step(ids[:, :WARM_UP])
+        if not step.is_warm:
+            # Compilation, kernel plans and the allocator's first requests belong to a first step, not to the pace.
+            step(ids[:, :WARM_UP])
+            step.is_warm = True
+        _clear_grads(network)
+        step.prepare(ids, row)
         for _ in range(repeats):
             _clear_grads(network)
             if on_gpu:
@@ -222,6 +251,7 @@ def _measure(
                 row.reserved_bytes = torch.cuda.max_memory_reserved(place)
             row.all_seconds.append(time.perf_counter() - begin)
             row.peak_bytes = meter.peak_bytes
+        step.finish(row)
     except (torch.OutOfMemoryError, MemoryError) as error:
         row.problem = "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"out of memory: {error}"
         return row

@@ -1,16 +1,15 @@
-"""The command line: `oomb train`, `oomb verify`, `oomb bench`. Thin; torch is imported only once a command runs."""
+"""The command line: `oomb train`, `oomb plan`, `oomb verify`, `oomb bench`. Thin: torch comes once a command runs."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,8 +17,31 @@ from rich.markup import escape
 
 from oomb import __version__, presets
 from oomb.config import Config
-
-T = TypeVar("T")
+from oomb.options import (
+    DATA,
+    MODEL,
+    OPTIMIZER,
+    OUTPUT,
+    CheckpointLayers,
+    ChunkSize,
+    Device,
+    Dtype,
+    Fuse,
+    Gpu,
+    GpuMemory,
+    GradDtype,
+    Host,
+    HostMemory,
+    KeepAttention,
+    Kernels,
+    KvDtype,
+    OptimizerStates,
+    PageSize,
+    ParamGradDtype,
+    Plot,
+    parse_list,
+    parse_tokens,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,66 +49,16 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
-    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb verify MODEL[/] checks the gradients of your "
-    "own model. [bold]oomb bench[/] measures time and memory beside standard training.",
+    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb plan[/] says what will fit, before anything "
+    "is allocated. [bold]oomb verify MODEL[/] checks the gradients of your own model. [bold]oomb bench[/] measures "
+    "time and memory beside standard training.",
 )
 
 EXIT_NOT_TRUSTED = 1
+EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 PRESET_NAMES = ", ".join(presets.PRESETS)
-
-MODEL, DATA, OPTIMIZER, OUTPUT, ENGINE = "Model", "Data", "Optimizer", "Output", "Engine"
-"""The panels of `--help`."""
-
-ChunkSize = Annotated[
-    str,
-    typer.Option(
-        "--chunk_size", help="Tokens per chunk. More is faster on a GPU and takes more memory.", rich_help_panel=ENGINE
-    ),
-]
-Kernels = Annotated[
-    str, typer.Option("--kernels", help="Attention kernels: auto, cudnn, flash or torch.", rich_help_panel=ENGINE)
-]
-Fuse = Annotated[
-    str,
-    typer.Option("--fuse", help="Fusing by torch.compile: auto (on a GPU), compile or off.", rich_help_panel=ENGINE),
-]
-CheckpointLayers = Annotated[
-    str,
-    typer.Option(
-        "--checkpoint_layers",
-        help="Recompute each layer in a chunk's backward: auto (if its activations would not fit), true or false.",
-        rich_help_panel=ENGINE,
-    ),
-]
-KeepAttention = Annotated[
-    bool,
-    typer.Option(
-        "--keep_attention",
-        help="Keep attention outputs from the fill pass: faster, for GPU memory that grows with the context.",
-        rich_help_panel=ENGINE,
-    ),
-]
-ParamGradDtype = Annotated[
-    str,
-    typer.Option(
-        "--param_grad_dtype",
-        help="Sum parameter gradients over chunks in float32, or in the parameters' own dtype: auto, float32, param.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Device = Annotated[
-    str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=MODEL)
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16 or float16.",
-        rich_help_panel=MODEL,
-    ),
-]
 
 
 @contextmanager
@@ -130,24 +102,11 @@ def _engine_settings(options: dict[str, Any]) -> dict[str, Any]:
     names = Config.field_names()
     chosen = {name: value for name, value in options.items() if name in names and value is not None}
     words: dict[str, Any] = {"true": True, "false": False, **presets.SHORT_DTYPES}
-    chosen = {name: words.get(value, value) if isinstance(value, str) else value for name, value in chosen.items()}
+    chosen = {
+        name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in chosen.items()
+    }
     Config(**chosen)
     return chosen
-
-
-def parse_tokens(text: str, option: str = "") -> int:
-    """A number of tokens: "4096", "32K" (= 32768), "1M" (= 1048576)."""
-    match = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"{option} {text!r} is not a number of tokens; write 4096, 32K or 1M (K = 1024)".strip())
-    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
-
-
-def parse_list(text: str, parse: Callable[[str], T]) -> list[T]:
-    parts = [part for part in text.split(",") if part.strip()]
-    if not parts:
-        raise ValueError("the list is empty; separate its items by commas, as in 32K,64K,1M")
-    return [parse(part) for part in parts]
 
 
 def _version(shown: bool) -> None:
@@ -293,8 +252,11 @@ def train(
     device: Device = "auto",
     chunk_size: ChunkSize = "4096",
     checkpoint_layers: CheckpointLayers = "auto",
-    keep_attention: KeepAttention = False,
+    keep_attention: KeepAttention = "auto",
     param_grad_dtype: ParamGradDtype = "auto",
+    gpu_memory: GpuMemory = "auto",
+    host_memory: HostMemory = "auto",
+    page_size: PageSize = 128,
     kernels: Kernels = "auto",
     fuse: Fuse = "auto",
 ) -> None:
@@ -322,6 +284,81 @@ def train(
 
 
 @_command
+def plan(
+    model_name_or_path: Annotated[
+        str,
+        typer.Option(
+            "--model_name_or_path",
+            "--model",
+            help=f"A folder with a config.json, a hub id, or a preset: {PRESET_NAMES}. No weights are read.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "qwen2.5-7b",
+    context: Annotated[
+        str, typer.Option("--context", help="Tokens per sequence, as in 128K or 1M.", rich_help_panel=DATA)
+    ] = "128K",
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", help="Sequences computed at once.", rich_help_panel=DATA)
+    ] = 1,
+    gpu: Gpu = None,
+    host: Host = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="LoRA of rank 16 on all linear layers; needs peft.", rich_help_panel=MODEL)
+    ] = False,
+    optimizer: OptimizerStates = "adamw",
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the plan to this JSON file.", rich_help_panel=OUTPUT)
+    ] = None,
+    plot: Plot = None,
+    dtype: Dtype = "bfloat16",
+    chunk_size: ChunkSize = "4096",
+    checkpoint_layers: CheckpointLayers = "auto",
+    keep_attention: KeepAttention = "auto",
+    param_grad_dtype: ParamGradDtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    grad_dtype: GradDtype = "auto",
+    gpu_memory: GpuMemory = "auto",
+    host_memory: HostMemory = "auto",
+    page_size: PageSize = 128,
+    fuse: Fuse = "auto",
+) -> None:
+    """Predict memory and time of a training step, for this machine or another. Needs no GPU and no weights.
+
+    [bold]oomb plan --model qwen2.5-7b --context 1M --gpu H200 --host 512GiB[/]
+
+    --gpu and --host describe the machine; --gpu_memory and --host_memory are settings of training on it. Ends with exit
+    code 0 if it fits, 1 if it does not, 2 for bad input.
+    """
+    with _one_clear_message():
+        settings = _engine_settings({**locals(), "chunk_size": parse_tokens(chunk_size, "--chunk_size")})
+        length = parse_tokens(context, "--context")
+        presets.check_model_name(model_name_or_path)
+        _quiet()
+        from oomb import planner
+
+        if plot is not None:
+            planner.check_plotting()
+        forecast = planner.plan(
+            model_name_or_path,
+            length,
+            planner.find_machine(gpu, host),
+            batch_size=batch_size,
+            dtype=dtype,
+            lora=lora,
+            optimizer=optimizer,
+            settings=settings,
+        )
+        console = Console()
+        console.print(forecast.table())
+        for line in forecast.lines():
+            console.print(line, highlight=False, soft_wrap=True)
+        for path, write in ((output, forecast.save), (plot, forecast.plot)):
+            if path is not None:
+                console.print(f"written to {write(path)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if forecast.plan.fits else EXIT_DOES_NOT_FIT)
+
+
+@_command
 def verify(
     model: Annotated[
         str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
@@ -341,7 +378,7 @@ def verify(
         typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
-    keep_attention: KeepAttention = False,
+    keep_attention: KeepAttention = "auto",
     kernels: Kernels = "auto",
     fuse: Fuse = "auto",
 ) -> None:
@@ -406,8 +443,11 @@ def bench(
     device: Device = "auto",
     chunk_size: ChunkSize = "4096",
     checkpoint_layers: CheckpointLayers = "auto",
-    keep_attention: KeepAttention = False,
+    keep_attention: KeepAttention = "auto",
     param_grad_dtype: ParamGradDtype = "auto",
+    gpu_memory: GpuMemory = "auto",
+    host_memory: HostMemory = "auto",
+    page_size: PageSize = 128,
     kernels: Kernels = "auto",
     fuse: Fuse = "auto",
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "fuse": ("auto", "compile", "off"),
     "checkpoint_layers": ("auto", True, False),
     "keep_last_chunk": ("auto", True, False),
-    "keep_attention": (True, False),
+    "keep_attention": ("auto", True, False),
     "kv_dtype": ("auto", *DTYPES),
     "grad_dtype": ("auto", *DTYPES),
     "param_grad_dtype": ("auto", "param", "float32"),
@@ -25,6 +26,16 @@ class Config:
 
     chunk_size: int = 4096
     """Tokens per recurrent step. Activation memory grows with it; small chunks leave a GPU's matrix units idle."""
+
+    page_size: int = 128
+    """Tokens per page, the unit in which memory for K, V and their gradients is handed out."""
+
+    gpu_memory: int | str = "auto"
+    """GPU memory for what grows with the context (pages, kept attention outputs): bytes, or a size such as "24GiB". The
+    rest goes to host memory. 0: all of it. "auto": what is left beside weights, gradients, activations and AdamW."""
+
+    host_memory: int | str = "auto"
+    """Pinned host memory for the same, when the GPU's share is full. 0: none. "auto": most of what is free."""
 
     kernels: Literal["auto", "cudnn", "flash", "torch"] = "auto"
     """Attention kernels. "auto" takes the fastest that can do what a layer asks for; a named one is used or refused."""
@@ -40,15 +51,16 @@ class Config:
     """Keep the last chunk's activations from the fill pass, which saves its recomputation. "auto": when layers are not
     checkpointed and no other call of this engine holds such activations."""
 
-    keep_attention: bool = False
+    keep_attention: bool | Literal["auto"] = "auto"
     """Keep every layer's attention output from the fill pass, so that the gradient pass computes no attention forward.
-    Costs GPU memory for each token: 200 KiB for a 7B model in bfloat16."""
+    Costs memory, host memory where it can, for each token: 200 KiB for a 7B model in bfloat16. "auto": if it fits."""
 
     kv_dtype: str = "auto"
     """Precision of K and V at rest. "auto": as the model computes them."""
 
     grad_dtype: str = "auto"
-    """Precision in which the gradients of K and V accumulate. "auto": as the model computes them."""
+    """Precision of the gradients of K and V at rest. They are added up in float32; 16-bit ones are rounded up or down
+    at random, so that many small shares do not get lost. "auto": as the model computes them."""
 
     param_grad_dtype: Literal["auto", "param", "float32"] = "auto"
     """Precision in which a step's parameter gradients are summed over its chunks; `.grad` itself always has the
@@ -56,8 +68,13 @@ class Config:
     that is at most a quarter of the GPU's memory."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size!r}; it must be a whole number of tokens, 1 or more")
+        for name in ("chunk_size", "page_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of tokens, 1 or more")
+        for name in ("gpu_memory", "host_memory"):
+            if getattr(self, name) != "auto":
+                parse_bytes(getattr(self, name), name)
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
@@ -74,3 +91,16 @@ class Config:
     @classmethod
     def field_names(cls) -> list[str]:
         return [f.name for f in fields(cls)]
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Bytes from a number or a text: 0, 25769803776, "24GiB", "24 GB", "512MiB"."""
+    units = {"": 1, "B": 1} | {
+        f"{prefix}{suffix}": base ** (power + 1)
+        for power, prefix in enumerate("KMGT")
+        for suffix, base in (("", 1024), ("IB", 1024), ("B", 1000))
+    }
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper())
+    if isinstance(size, bool) or match is None or match[2] not in units:
+        raise ValueError(f'{name} is {size!r}; it must be "auto", a number of bytes, or a size such as "24GiB"')
+    return int(float(match[1]) * units[match[2]])

@@ -13,21 +13,23 @@ of one chunk. B batch, T tokens, D hidden size.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from oomb.attention.dense import ChunkAttention, Spec, attend
+from oomb.budget import Budget, Stats
 from oomb.config import Config
-from oomb.grads import collecting, float32_sums_fit, pending_bytes, refuse_hooks
+from oomb.grads import collecting, float32_sums_fit, refuse_hooks
 from oomb.inputs import Batch
 from oomb.loss import IGNORED, TiledHead
-from oomb.memory import PageStore, free_bytes
+from oomb.memory import PageStore
 from oomb.model import CausalLM, callers_autocast
+from oomb.plan import Placement
 
 RECOMPILE_LIMIT = 64
 """Layers are compiled anew for every batch size, in both passes; PyTorch's limit of 8 would stop at the fifth size."""
@@ -49,8 +51,25 @@ class Engine:
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
         self.keeper: weakref.ref[Sequence] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
-        self.page_bytes = 0
-        """Bytes that the pages of the latest gradient pass took at their peak."""
+        self.budget = Budget(self.model, self.config)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the traffic between GPU and host, since the engine was made or since `reset_stats`."""
+        return self.budget.stats
+
+    def reset_stats(self) -> None:
+        self.budget.tiers.reset_counters()
+
+    def reserve(self, batch_size: int, length: int) -> Placement:
+        """Takes the memory that training on such a batch will need, or says why it can't. Calls do this by themselves;
+        before a long run it is worth a few seconds to know."""
+        ids = torch.zeros(batch_size, length, dtype=torch.long)
+        sequence = Sequence(self, Batch(ids=ids, targets=ids), trains=True)
+        try:
+            return sequence.open()
+        finally:
+            sequence.close()
 
     @property
     def fuse(self) -> bool:
@@ -130,62 +149,84 @@ class Sequence:
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
         self.index, (self.start, self.end) = 0, self.bounds[0]
-        self.store = PageStore(
-            capacity=self.bounds[-1][0],
-            chunk_size=self.config.chunk_size,
-            num_layers=len(self.model.layers),
-            kv_dtype=_dtype(self.config.kv_dtype),
-            grad_dtype=_dtype(self.config.grad_dtype),
-            with_grads=trains,
-        )
         # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
         self.seed = int(torch.randint(2**62, ())) if self.model.draws_random_numbers() else None
         self.autocast = callers_autocast(self.model.device.type)
         self.model_state = self.model.state()
-        self.checkpoint_layers = self.config.checkpoint_layers is True
-        self.kept_attention: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
-        """Output and lse of attention by chunk and layer, where they need not be computed again."""
+        self.store: PageStore | None = None
+        self.checkpoint_layers = self.may_keep_last_chunk = False
+        self.kept_attention: dict[int, tuple[Tensor, Tensor]] = {}
+        """Output and lse of attention of the current chunk, by layer, where a layer will ask for them again."""
         self.last_hidden: Tensor | None = None
-        self.is_closed = False
+        self.is_walked = False
+
+    def open(self) -> Placement:
+        """Decides what is kept and where, and takes the memory for it: all of it or none."""
+        with self._running():
+            placement, self.store = self.engine.budget.open(
+                batch_size=len(self.batch.ids),
+                length=self.bounds[-1][1],
+                trains=self.trains,
+                # Gradients at rest are rounded at random: anew for other tokens, and alike for the same.
+                seed=crc32(self.batch.ids.numpy().tobytes()),
+                fused=self.engine.fuse,
+                float32_sums=self.engine.sums_in_float32,
+            )
+        self.checkpoint_layers = placement.checkpoint_layers
+        self.may_keep_last_chunk = placement.keep_last_chunk
+        return placement
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        if self.store is not None:
+            self.store.close()
+        self.last_hidden = None
+        self.kept_attention.clear()
 
     def fill(self) -> Tensor:
         """Fill pass. Returns log-probabilities [B, T] of the targets."""
         last, logp = len(self.bounds) - 1, []
-        with self._running():
-            for index in self._walk("fill", range(last + 1)):
-                keep = self.trains and index == last and self._may_keep_last_chunk()
-                hidden = self._hidden(grad=keep)
-                if keep:
-                    self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
-                logp.append(self.engine.head.logprobs(hidden, self._targets(), self._is_fused()))
+        self.open()
+        try:
+            with self._running():
+                for index in self._walk("fill", range(last + 1)):
+                    keep = self.trains and index == last and self._keeps_last_chunk()
+                    hidden = self._hidden(grad=keep)
+                    if keep:
+                        self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
+                    logp.append(self.engine.head.logprobs(hidden, self._targets(), self._is_fused()))
+        except BaseException:
+            self.close()
+            raise
+        if not self.trains:
+            self.close()
         missing = self.batch.ids.shape[1] - self.bounds[last][1]
         return torch.cat([*logp, logp[0].new_zeros(len(self.batch.ids), missing)], dim=1)
 
     def walk_back(self, dlogp_BT: Tensor) -> None:
         """Gradient pass. `dlogp` is the loss's derivative by what `fill` returned."""
-        if self.is_closed:
+        if self.is_walked:
             raise RuntimeError(
                 "backward ran a second time, but the pages of this sequence are freed: compute the loss again"
             )
-        self.is_closed = True
+        self.is_walked = True
+        assert self.store is not None
         try:
-            if self.last_hidden is None:
-                self._decide_checkpointing()
             with self._running(), collecting(self.model.parameters(), self.engine.sums_in_float32):
-                for index in self._walk("gradient", reversed(range(len(self.bounds)))):
+                for _ in self._walk("gradient", reversed(range(len(self.bounds)))):
                     hidden, self.last_hidden = self.last_hidden, None
                     if hidden is None:
                         hidden = self._hidden(grad=True)
                     dlogp = dlogp_BT[:, self.start : self.end]
                     dhidden = self.engine.head.backward(hidden, self._targets(), dlogp, self._is_fused())
                     if hidden.requires_grad:
+                        self.store.expect_backward(self.start, self.end, kept=self.checkpoint_layers)
                         torch.autograd.backward(hidden, dhidden)
-                    self.kept_attention.pop(index, None)
+                    self.kept_attention.clear()
+                    self.store.cut(self.start)
+            self.engine.budget.has_stepped = True
         finally:
-            self.engine.page_bytes = self.store.num_bytes()
-            self.store.close()
-            self.last_hidden = None
-            self.kept_attention.clear()
+            self.close()
 
     def attend(
         self,
@@ -199,21 +240,21 @@ class Sequence:
         softcap: float | None,
     ) -> Tensor:
         """Attention of one layer of the current chunk; the model calls this through the attention interface."""
+        assert self.store is not None
         self.model.note_attention(layer, window)
         past = self.store.past(layer, self.start, self.end)
         spec = Spec(scale=scale, window=window, softcap=softcap, kernels=self.config.kernels)
         if not torch.is_grad_enabled():
             out, lse = attend(q, k, v, sinks, past, spec)
-            keeps = self.trains and self.config.keep_attention
-            self.store.append(layer, self.start, k, v, kept_bytes=out.nbytes + lse.nbytes if keeps else 0)
-            if keeps:
-                self.kept_attention[self.index][layer] = (out, lse)
+            self.store.append(layer, self.start, k, v)
+            self.store.keep(layer, self.start, out, lse)
             return out
-        kept = self.kept_attention[self.index].get(layer)
+        # Taken out: autograd makes the tensor that it is handed part of the graph, which would live on with it.
+        kept = self.kept_attention.pop(layer, None) or self.store.kept(layer, self.start, self.end)
         out, lse = ChunkAttention.apply(q, k, v, sinks, past, spec, kept)
-        if self.checkpoint_layers:
+        if self.checkpoint_layers and kept is None:
             # The layer will run again in its backward; the costly part of it need not.
-            self.kept_attention[self.index][layer] = (out.detach(), lse)
+            self.kept_attention[layer] = (out.detach(), lse)
         return out
 
     def _walk(self, phase: str, order: Iterable[int]) -> Iterator[int]:
@@ -230,6 +271,8 @@ class Sequence:
             torch.manual_seed(self.seed + self.index)
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
         checkpointed = grad and self.checkpoint_layers
+        assert self.store is not None
+        self.store.expect_forward(self.start, self.end, kept=grad)
         layer_calls = self.model.layer_calls(compiled=self._is_fused(), checkpointed=checkpointed)
         with layer_calls, torch.set_grad_enabled(grad):
             return self.model.hidden(ids, self.start)
@@ -241,22 +284,10 @@ class Sequence:
         """Compiled code serves full chunks; a short last one is not worth a compilation."""
         return self.engine.fuse and self.end - self.start == self.config.chunk_size
 
-    def _decide_checkpointing(self) -> None:
-        """Settles "auto" when all pages of K and V exist and graphs are about to be built."""
-        if self.config.checkpoint_layers != "auto":
-            return
-        free = free_bytes(self.model.device)
-        num_tokens = len(self.batch.ids) * min(self.config.chunk_size, self.batch.ids.shape[1])
-        needed = len(self.model.layers) * self.model.activation_bytes(num_tokens, self.engine.fuse)
-        needed += self.store.grad_bytes() + pending_bytes(self.model.parameters(), self.engine.sums_in_float32)
-        self.checkpoint_layers = free is not None and needed > 0.9 * free
-
-    def _may_keep_last_chunk(self) -> bool:
-        self._decide_checkpointing()
-        if self.config.keep_last_chunk != "auto":
-            return self.config.keep_last_chunk
+    def _keeps_last_chunk(self) -> bool:
         other = self.engine.keeper() if self.engine.keeper is not None else None
-        return not self.checkpoint_layers and (other is None or other.last_hidden is None)
+        is_free = other is None or other.last_hidden is None
+        return self.may_keep_last_chunk and (is_free or self.config.keep_last_chunk is True)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -270,7 +301,3 @@ class Sequence:
             if self.engine.fuse:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
             yield
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    return None if name == "auto" else getattr(torch, name)

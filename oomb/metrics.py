@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name in packages if (version := _version(name)) is not None},
         "gpu": None,
+        "commit": _commit(),
     }
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
@@ -39,6 +41,24 @@ def machine() -> dict[str, Any]:
             "driver": _driver_version(),
         }
     return described
+
+
+def _commit() -> str | None:
+    """The commit that the code stands at, where it runs out of a clone."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

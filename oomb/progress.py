@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from oomb.engine import Engine
 from oomb.metrics import JsonLines, MemoryMeter, gib, seconds
 
 # Between two plain lines within one step: a step of a million tokens takes minutes, and silence looks like a crash.
@@ -35,11 +36,14 @@ class StopRequested(Exception):
 class TrainingDisplay(TrainerCallback):
     """Follows steps through the callbacks and chunks through `engine.progress` (pass `self.chunk_done` as that)."""
 
-    def __init__(self, console: Console, log: JsonLines, meter: MemoryMeter, tokens_per_step: int) -> None:
+    def __init__(
+        self, console: Console, log: JsonLines, meter: MemoryMeter, tokens_per_step: int, engine: Engine
+    ) -> None:
         self.console = console
         self.log = log
         self.meter = meter
         self.tokens_per_step = tokens_per_step
+        self.engine = engine
         self.stop_requested = False
         self.losses: list[float] = []
         self.step_times: list[float] = []
@@ -133,6 +137,7 @@ class TrainingDisplay(TrainerCallback):
     ) -> None:
         self._step_started = time.monotonic()
         self._batch = 0
+        self.engine.reset_stats()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._step = state.global_step
@@ -153,7 +158,10 @@ class TrainingDisplay(TrainerCallback):
         self.losses.append(float(logs["loss"]))
         step_time = self.step_times[-1]
         speed = self.tokens_per_step / max(step_time, 1e-9)
-        peak = self.meter.peak_bytes
+        peak, stats = self.meter.peak_bytes, self.engine.stats
+        # On a terminal everything must fit into 80 columns: what is on the host, and only what was waited for.
+        beside = f" + {gib(stats.host_peak_bytes)} host" if stats.host_peak_bytes else ""
+        waited = f" waited {seconds(stats.waited_seconds)}" if stats.waited_seconds > 0.01 * step_time else ""
         self.log.write(
             event="step",
             step=state.global_step,
@@ -163,14 +171,19 @@ class TrainingDisplay(TrainerCallback):
             step_s=round(step_time, 4),
             tokens_per_s=round(speed, 1),
             peak_memory_bytes=peak,
+            gpu_page_bytes=stats.gpu_peak_bytes,
+            host_page_bytes=stats.host_peak_bytes,
+            loaded_bytes=stats.loaded_bytes,
+            stored_bytes=stats.stored_bytes,
+            waited_s=round(stats.waited_seconds, 4),
         )
         if self._bar is not None:
-            status = f"loss [bold]{logs['loss']:.3f}[/] {speed:,.0f} tok/s {gib(peak)}"
+            status = f"loss [bold]{logs['loss']:.3f}[/] {speed:,.0f} tok/s {gib(peak)}{beside}{waited}"
             self._bar.update(self._task, completed=state.global_step, status=status, chunk="")
         else:
             self._print_line(
                 f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {speed:,.0f} tok/s  "
-                f"{self.meter.label} {gib(peak)}  {seconds(step_time)}"
+                f"{self.meter.label} {gib(peak)}{beside}  {seconds(step_time)}{waited}"
             )
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ from transformers.trainer_utils import SchedulerType
 
 from oomb import data, presets
 from oomb.config import Config
-from oomb.metrics import JsonLines, MemoryMeter, machine
+from oomb.metrics import JsonLines, MemoryMeter, gib, machine
+from oomb.plan import Placement
 from oomb.progress import Interrupts, StopRequested, TrainingDisplay
 from oomb.trainer import Trainer
 
@@ -119,20 +120,24 @@ def run(settings: Settings, console: Console) -> int:
     model = presets.load_model(**options, dtype=settings.dtype, device=str(device))
     trainer = Trainer(model, arguments, train_dataset=split.train, engine_config=config)
     trainer.remove_callback(PrinterCallback)
+    with console.status("taking memory for K, V and their gradients"):
+        # Fails here, with the numbers, if a step will not fit.
+        placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
 
     output_dir.mkdir(parents=True, exist_ok=True)
     found = set(output_dir.iterdir())
     meter = MemoryMeter(device)
     tokens_per_step = settings.max_length * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
     log = JsonLines(output_dir / "metrics.jsonl", append=resume is not None)
-    display = TrainingDisplay(console, log, meter, tokens_per_step)
+    display = TrainingDisplay(console, log, meter, tokens_per_step, trainer.engine)
     saved_to: Path | None = None
     try:
         with log, Interrupts(display) as interrupts:
             trainer.add_callback(display)
             trainer.engine.progress = display.chunk_done
             log.write(event="start", settings=asdict(settings), engine=asdict(config), machine=machine())
-            console.print(_describe(settings, model, split, trainer, device, config), highlight=False, soft_wrap=True)
+            described = _describe(settings, model, split, trainer, device, config, placement)
+            console.print(described, highlight=False, soft_wrap=True)
 
             before = _held_out_loss(trainer, split.held_out, display, interrupts)
             if before is not None:
@@ -371,7 +376,13 @@ def _count(number: int, thing: str) -> str:
 
 
 def _describe(
-    settings: Settings, model: Any, split: data.Split, trainer: Trainer, device: torch.device, config: Config
+    settings: Settings,
+    model: Any,
+    split: data.Split,
+    trainer: Trainer,
+    device: torch.device,
+    config: Config,
+    placement: Placement,
 ) -> str:
     num_parameters = sum(p.numel() for p in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -387,6 +398,10 @@ def _describe(
         f"{_count(steps, 'step')} of {_count(windows_per_step, 'window')}, learning rate "
         f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens",
     ]
+    if placement.capacity:
+        what = "K, V and their gradients" + (", attention outputs" if placement.keep_attention else "")
+        host = f", {gib(placement.host_bytes)} on the host" if placement.host_bytes else ""
+        lines.append(f"{what}: {gib(placement.gpu_bytes)} on {device}{host}")
     positions = presets.positions_of(model.config)
     if positions is not None and settings.max_length > positions:
         lines.append(
@@ -436,8 +451,7 @@ def _options(chosen: dict[str, Any]) -> str:
     text = ""
     for name, value in chosen.items():
         if value is not None and value != defaults[name]:
-            # The one option that takes no value.
-            text += f" --{name}" if name == "keep_attention" else f" --{name} {shlex.quote(str(value))}"
+            text += f" --{name} {shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}"
     return text
 
 

@@ -43,3 +43,30 @@ def add_to_float32_kernel(total, x, num_elements, TILE: tl.constexpr):
     inside = at < num_elements
     summed = tl.load(total + at, inside) + tl.load(x + at, inside).to(tl.float32)
     tl.store(total + at, summed, inside)
+
+
+@triton.jit
+def accumulate_kernel(
+    total, share, seed, T, D, total_b, total_k, total_t, share_b, share_k, share_t,
+    DROPPED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """total += share in float32; with DROPPED > 0 the sum loses that many bits by random rounding.
+
+    Both are [B, K, T, D] with strides *_b, *_k, *_t and 1. A program does TILE_T tokens of one head. The random bits of
+    an element come from `seed` and its index in a contiguous [B, K, T, D].
+    """
+    k, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)).to(tl.int64)
+    d = tl.arange(0, TILE_D)
+    inside = (t < T)[:, None] & (d < D)[None, :]
+    total_at = b * total_b + k * total_k + t[:, None] * total_t + d[None, :]
+    share_at = b * share_b + k * share_k + t[:, None] * share_t + d[None, :]
+    summed = tl.load(total + total_at, inside, other=0.0).to(tl.float32)
+    summed += tl.load(share + share_at, inside, other=0.0).to(tl.float32)
+    if DROPPED > 0:
+        index = ((b * tl.num_programs(1) + k) * T + t[:, None]) * D + d[None, :]
+        bits = tl.randint(seed, index.to(tl.int32)).to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
+        moved = ((summed.to(tl.int32, bitcast=True) + bits) & (-(1 << DROPPED))).to(tl.float32, bitcast=True)
+        # Infinities and NaN stay what they are: a difference of two of them is not zero.
+        summed = tl.where(summed - summed == 0.0, moved, summed)
+    tl.store(total + total_at, summed.to(total.dtype.element_ty), inside)

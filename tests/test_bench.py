@@ -24,9 +24,11 @@ def test_both_modes_agree_and_are_reported(tmp_path: Path) -> None:
         assert row.problem is None and row.seconds and row.tokens_per_second == pytest.approx(row.context / row.seconds)
         assert len(row.all_seconds) == 2
         if row.mode == "oomb":
-            # K, V and their gradients in float32, for all chunks but the last.
-            width = shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-            assert row.page_bytes == width * 4 * 4 * (row.context - 16)
+            # K, V, their gradients and attention outputs with their lse in float32, for all chunks but the last, in
+            # whole pages of 128 tokens and rows of multiples of 16 bytes.
+            kv, out = shape["num_key_value_heads"] * shape["head_dim"], shape["num_attention_heads"] * shape["head_dim"]
+            assert row.gpu_page_bytes == shape["num_hidden_layers"] * 128 * ((4 * kv + out) * 4 + 16)
+            assert row.host_page_bytes == row.loaded_bytes == 0
             assert row.grad_difference is not None and row.grad_difference < 1e-4
     written = json.loads(report.save(tmp_path / "deep" / "report.json").read_text())
     assert written["rows"][1]["context"] == 64 and written["settings"]["chunk_size"] == 16

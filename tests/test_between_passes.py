@@ -14,7 +14,7 @@ from families import assert_same_gradients, build, grads, random_ids, relative_e
 from torch import Tensor, nn
 
 import oomb
-from oomb.memory import LayerPages
+from oomb.memory import PageStore
 
 LENGTH = 30
 
@@ -162,7 +162,7 @@ def test_pages_die_without_the_garbage_collector(model: Any, what: str) -> None:
             if what == "walked back":
                 loss.backward()
             del loss
-        assert not [x for x in gc.get_objects() if type(x) is LayerPages]
+        assert not [x for x in gc.get_objects() if type(x) is PageStore]
     finally:
         gc.enable()
 

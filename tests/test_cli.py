@@ -18,6 +18,7 @@ import torch
 from command import invoke
 from transformers import AutoModelForCausalLM
 
+import oomb
 from oomb import cli, presets, train
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
@@ -394,7 +395,8 @@ def test_the_terminal_gets_a_bar() -> None:
     screen = StringIO()
     now = [0.0]
     console = Console(file=screen, force_terminal=True, width=80, get_time=lambda: now[0])
-    display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), 1024)  # type: ignore[arg-type]
+    engine = oomb.Engine(presets.load_model("demo", device="cpu"))
+    display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), 1024, engine)  # type: ignore[arg-type]
     given = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(max_steps=2), TrainerControl()
     display.on_train_begin(*given)
     display.on_step_begin(*given)

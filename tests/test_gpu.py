@@ -109,18 +109,20 @@ def test_sliding_window_in_bfloat16_uses_flash() -> None:
     assert error(chunked(half, ids), expected) <= 1.15 * error(whole(half, ids), expected)
 
 
-def test_memory_grows_by_pages_alone() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_grows_by_pages_alone(keeps: bool) -> None:
     model = wide_llama().bfloat16()
-    engine = oomb.Engine(model, oomb.Config(chunk_size=256))
+    engine = oomb.Engine(model, oomb.Config(chunk_size=256, keep_attention=keeps))
     peaks, pages = [], []
     for length in (4096, 4096, 8192):
         model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
+        engine.reset_stats()
         engine.loss(random_ids(1, length)).backward()
         peaks.append(torch.cuda.max_memory_allocated())
-        pages.append(engine.page_bytes)
-    # 3 layers x 2 heads x 64 x (K, V and their gradients) x bfloat16
-    assert pages[2] - pages[1] == 4096 * 3 * 2 * 64 * 4 * 2
+        pages.append(engine.stats.gpu_peak_bytes)
+    # 3 layers x 2 heads x 64 x (K, V and their gradients) x bfloat16, and 4 heads x (64 x bfloat16 + float32) kept
+    assert pages[2] - pages[1] == 4096 * 3 * (2 * 64 * 4 * 2 + keeps * 4 * (64 * 2 + 4))
     # A longer past is attended to in longer segments, which have temporaries: one segment's dK and dV at the most.
     assert peaks[2] - peaks[1] <= 1.02 * (pages[2] - pages[1]) + 4 * 4096 * 2 * 64 * 2
 

@@ -28,8 +28,11 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
 LAYERS = [
-    {"config", "memory", "loss", "refusals", "triton_kernels", "presets", "data", "metrics"},
-    {"inputs", "model", "attention", "grads"},
+    {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options"},
+    {"memory", "attention", "grads", "inputs"},
+    {"plan", "model"},
+    {"facts", "forecast"},
+    {"budget", "planner"},
     {"engine"},
     {"trainer", "verify", "bench", "progress"},
     {"train"},
@@ -122,7 +125,11 @@ def test_only_the_engine_joins_attention_and_memory() -> None:
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["dependencies"]}
-    extras = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["optional-dependencies"]["peft"]}
+    extras = {
+        re.split(r"[<>=\[ ]", entry)[0]
+        for extra in ("peft", "plot")
+        for entry in project["optional-dependencies"][extra]
+    }
     for name, path in modules().items():
         for imported, at_top in imports(path):
             package = imported.split(".")[0]

@@ -11,8 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from oomb import grads
 from oomb.attention import combine
+from oomb.memory import Row, rounding
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -64,3 +68,69 @@ def test_add_to_float32(num_elements: int) -> None:
     expected = total + grad
     grads.launch_add(total, grad)
     assert torch.equal(total, expected)
+
+
+@triton.jit
+def random_bits_kernel(bits, seed, num_elements, TILE: tl.constexpr):
+    """The random bits of elements 0, 1, 2, ..."""
+    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    drawn = tl.randint(seed, index).to(tl.int32, bitcast=True)
+    tl.store(bits + index, drawn, index < num_elements)
+
+
+def random_bits(shape: tuple[int, ...], seed: int) -> Tensor:
+    bits = torch.empty(shape, dtype=torch.int32, device=DEVICE)
+    random_bits_kernel[(triton.cdiv(bits.numel(), 1024),)](bits, seed, bits.numel(), TILE=1024)
+    return bits
+
+
+def rows_of_pages(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The second of two fields of rows, as gradient pages have them, and all their bytes."""
+    B, K, T, D = shape
+    row = Row(((B, K, 24), dtype), ((B, K, D), dtype))
+    data = torch.full((T * row.num_bytes,), 0x55, dtype=torch.uint8, device=DEVICE)
+    return row.views(data, T)[1], data
+
+
+SHAPES = [(1, 2, 64, 64), (2, 3, 33, 80), (1, 1, 1, 1), (2, 1, 65, 33)]
+
+
+@pytest.mark.parametrize("seed", [1, 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_accumulate_is_its_reference_bit_for_bit(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int
+) -> None:
+    B, K, T, D = shape
+    total, data = rows_of_pages(shape, dtype)
+    total.copy_(torch.randn(shape))
+    # Shares come as [B, T, K, D] in memory, and as parts of longer ones.
+    for share_dtype in (HALF, torch.float32):
+        share = torch.randn(B, T + 3, K, D, device=DEVICE).to(share_dtype).transpose(1, 2)[:, :, 2 : T + 2]
+        expected, expected_data = rows_of_pages(shape, dtype)
+        expected_data.copy_(data)
+        bits = None if dtype == torch.float32 else random_bits(shape, seed)
+        rounding.accumulate_reference(expected, share, bits)
+        rounding.launch_accumulate(total, share, seed)
+        assert torch.equal(data, expected_data), "the other bytes of the rows are left alone"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_accumulate_keeps_infinities_and_nan() -> None:
+    inf, nan = float("inf"), float("nan")
+    total = torch.tensor([inf, -inf, 1.0, 1.0, nan, inf], device=DEVICE).to(HALF).view(1, 1, 2, 3)
+    share = torch.tensor([1.0, 1.0, -inf, nan, 1.0, -inf], device=DEVICE)
+    share.view(torch.int32)[3] = 2**31 - 1  # a GPU's usual NaN: all ones, so that random bits would carry into the sign
+    rounding.launch_accumulate(total, share.view(1, 1, 2, 3), 3)
+    total = total.flatten()
+    assert total[:3].tolist() == [inf, -inf, -inf] and total[3:].isnan().all()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="a thousand launches are too many for the interpreter")
+def test_small_shares_arrive_through_the_kernel() -> None:
+    """The draws of different seeds are independent: what rounding to nearest loses arrives on average."""
+    total = torch.ones(1, 2, 16, 32, device=DEVICE, dtype=torch.bfloat16)
+    share = torch.full((1, 2, 16, 32), 2**-12, device=DEVICE)
+    for seed in range(1024):
+        rounding.accumulate_(total, share, seed)
+    assert abs((total.double().mean().item() - 1) / (1024 * 2**-12) - 1) < 0.03

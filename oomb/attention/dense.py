@@ -24,13 +24,13 @@ class Past(Protocol):
     length: int
 
     def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(start, k, v) of the tokens from `first` to the chunk, oldest first."""
+        """(start, k, v) of the tokens from `first` to the chunk, oldest first; valid until the next is asked for."""
 
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
         """Adds to the gradients of the tokens from `start` on."""
 
-    def own_grad(self) -> tuple[Tensor, Tensor] | None:
-        """What later chunks have left as gradients of the current chunk's K and V."""
+    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the current chunk's K and V: the given ones plus what later chunks have left."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,13 @@ def attend_backward(
         if run.past < run.k.shape[2]:
             own = dk[:, :, run.past :], dv[:, :, run.past :]
     assert dq is not None and own is not None
-    later = past.own_grad()
-    if later is not None:
-        own = (own[0] + later[0]).to(k.dtype), (own[1] + later[1]).to(v.dtype)
+    own = past.with_later(*own)
     dsinks = None
     if sinks is not None:
         # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
         delta = (dout.to(lse.dtype) * out).sum(-1)
         dsinks = -((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-    return dq, own[0], own[1], dsinks
+    return dq, own[0].to(k.dtype), own[1].to(v.dtype), dsinks
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
@@ -174,7 +172,11 @@ def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
         return
     # A window reaches back a bounded way: one run, put together from the end of the past and the chunk.
     first = max(0, past.length - window + 1)
-    segments = list(past.segments(first))
-    k = torch.cat([*(k_seg for _, k_seg, _ in segments), k], dim=2)
-    v = torch.cat([*(v_seg for _, _, v_seg in segments), v], dim=2)
-    yield Run(first, past.length - first, k, v, {**mask, "causal": True, "window": window}, is_last=True)
+    num_past = past.length - first
+    k_all, v_all = (x.new_empty(*x.shape[:2], num_past + x.shape[2], x.shape[3]) for x in (k, v))
+    for start, k_seg, v_seg in past.segments(first):
+        at = start - first
+        k_all[:, :, at : at + k_seg.shape[2]] = k_seg
+        v_all[:, :, at : at + v_seg.shape[2]] = v_seg
+    k_all[:, :, num_past:], v_all[:, :, num_past:] = k, v
+    yield Run(first, num_past, k_all, v_all, {**mask, "causal": True, "window": window}, is_last=True)

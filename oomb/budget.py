@@ -1,0 +1,160 @@
+"""What an engine keeps and where: memory as it is now, the plan for it, and the pages of each sequence."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oomb.config import Config
+from oomb.facts import facts_of
+from oomb.grads import pending_bytes
+from oomb.memory import GPU, HOST, LayerSpec, OutOfPages, PageStore, Row, Tiers, free_gpu_bytes, free_host_bytes
+from oomb.model import CausalLM, LayerShape
+from oomb.plan import LayerFacts, Placement, decide
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What moved between the tiers since the engine was made, or since `reset_stats`."""
+
+    loaded_bytes: int
+    """Into the GPU."""
+    stored_bytes: int
+    """Out of it."""
+    waited_seconds: float
+    """How long the computation stood still for that."""
+    gpu_peak_bytes: int
+    """Most bytes of pages in use at once on the model's device."""
+    host_peak_bytes: int
+    """The same in host memory."""
+
+
+class Budget:
+    """The memory of an engine: its tiers, and who gets how much of them."""
+
+    def __init__(self, model: CausalLM, config: Config) -> None:
+        self.model, self.config = model, config
+        self.has_stepped = False
+        """Whether a gradient pass has come to its end: from then on optimizer states are there, if there are any."""
+        self._tiers: Tiers | None = None
+        self._shapes: dict[tuple[Any, ...], dict[int, LayerShape]] = {}
+        self._placements: dict[tuple[Any, ...], Placement] = {}
+
+    @property
+    def tiers(self) -> Tiers:
+        if self._tiers is None or self._tiers.device != self.model.device:
+            self._tiers = Tiers(self.model.device)
+            self._placements.clear()
+        return self._tiers
+
+    @property
+    def stats(self) -> Stats:
+        copier, peak = self.tiers.copier, self.tiers.peak_bytes
+        return Stats(
+            loaded_bytes=copier.loaded_bytes,
+            stored_bytes=copier.stored_bytes,
+            waited_seconds=copier.waited_seconds,
+            gpu_peak_bytes=peak[GPU],
+            host_peak_bytes=peak[HOST],
+        )
+
+    def open(
+        self, *, batch_size: int, length: int, trains: bool, seed: int, fused: bool, float32_sums: bool
+    ) -> tuple[Placement, PageStore]:
+        """The pages for a batch of `length` tokens, and what was decided about it. Must be called while the model is
+        running. Raises `OutOfPages`, with the numbers, if it cannot be done.
+
+        A batch of the same kind as one before is placed as that was: memory stays as it is from step to step.
+        """
+        shapes = self._layer_shapes()
+        key = batch_size, length, trains, tuple(shapes.values())
+        layers = {layer: _layer_spec(shape, batch_size, self.config) for layer, shape in shapes.items()}
+        if key in self._placements:
+            # Memory that was there then may be gone now; if so, what is there decides anew.
+            with suppress(OutOfPages):
+                return self._placements[key], self._pages(self._placements[key], layers, trains, seed)
+        placement = self._place(shapes, batch_size, length, trains, fused, float32_sums)
+        store = self._pages(placement, layers, trains, seed)
+        self._placements[key] = placement
+        return placement, store
+
+    def _pages(self, placement: Placement, layers: dict[int, LayerSpec], trains: bool, seed: int) -> PageStore:
+        return PageStore(
+            self.tiers,
+            layers,
+            capacity=placement.capacity,
+            chunk_size=self.config.chunk_size,
+            page_size=self.config.page_size,
+            gpu_tokens=placement.gpu_tokens,
+            gpu_out_tokens=placement.gpu_out_tokens,
+            keeps=placement.keep_attention,
+            trains=trains,
+            seed=seed,
+        )
+
+    def _layer_shapes(self) -> dict[int, LayerShape]:
+        """The shape of every layer's attention. Looked at once for each precision that the model runs in."""
+        device = self.model.device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        key = device, self.model.dtype, autocast
+        if key not in self._shapes:
+            self._shapes[key] = self.model.layer_shapes()
+        return self._shapes[key]
+
+    def _place(
+        self,
+        shapes: dict[int, LayerShape],
+        batch_size: int,
+        length: int,
+        trains: bool,
+        fused: bool,
+        float32_sums: bool,
+    ) -> Placement:
+        """What of a batch is kept and where, by the memory there is now."""
+        layers = tuple(
+            LayerFacts(
+                num_kv_heads=shape.num_kv_heads,
+                head_size=shape.head_size,
+                value_size=shape.value_size,
+                num_query_heads=shape.num_query_heads,
+                window=shape.window,
+            )
+            for shape in shapes.values()
+        )
+        facts = facts_of(self.model.lm, layers)
+        gpu_room = free_gpu_bytes(self.model.device)
+        return decide(
+            facts,
+            self.config,
+            batch_size=batch_size,
+            length=length,
+            trains=trains,
+            float32_sums=float32_sums,
+            fused=fused,
+            gpu_room=None if gpu_room is None else gpu_room + self.tiers.idle_bytes(GPU),
+            host_room=free_host_bytes() + self.tiers.idle_bytes(HOST),
+            missing_grad_bytes=pending_bytes(self.model.parameters(), float32_sums) if trains else 0,
+            # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
+            optimizer_bytes=0 if self.has_stepped or not trains else 2 * facts.grad_bytes,
+        )
+
+
+def _layer_spec(shape: LayerShape, batch_size: int, config: Config) -> LayerSpec:
+    """How a token's K, V, gradients and attention output lie in memory."""
+    k, v = ((batch_size, shape.num_kv_heads, size) for size in (shape.head_size, shape.value_size))
+    kv_dtype, grad_dtype = _dtype(config.kv_dtype) or shape.dtype, _dtype(config.grad_dtype) or shape.dtype
+    out, lse = (batch_size, shape.num_query_heads, shape.value_size), (batch_size, shape.num_query_heads)
+    return LayerSpec(
+        kv=Row((k, kv_dtype), (v, kv_dtype)),
+        grad=Row((k, grad_dtype), (v, grad_dtype)),
+        out=Row((out, shape.dtype), (lse, torch.promote_types(shape.dtype, torch.float32))),
+        dtype=shape.dtype,
+        window=shape.window,
+    )
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return None if name == "auto" else getattr(torch, name)

@@ -1,0 +1,275 @@
+"""The whole picture of a step on a machine that need not be here: every term of memory, the time, the longest context.
+
+Times are for a machine with one GPU. The rates are those of whole steps on one H200 (Qwen2.5-7B, chunks of 8192, cuDNN
+attention), so they contain the norms, the activations and the launches in between; for other GPUs they are scaled by
+the vendors' figures for bfloat16, which is a guess and is called one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from oomb.config import Config
+from oomb.memory import GPU, HOST
+from oomb.plan import GIB, ModelFacts, Placement, Request, Term, advice, longest_context, place
+
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "RTX 5090": 209,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
+"""Dense bfloat16 rates by the vendors' datasheets. The names are looked up in the device's name."""
+CARDS = {
+    "B200": 178.0,
+    "H200": 139.8,
+    "H100": 79.1,
+    "A100-80GB": 79.2,
+    "A100-40GB": 39.4,
+    "L40S": 44.4,
+    "RTX 5090": 31.3,
+    "RTX 4090": 23.5,
+    "RTX 3090": 23.6,
+}
+"""GiB of well-known cards as PyTorch sees them, which is less than the name says."""
+
+MATRIX_TFLOPS, FORWARD_TFLOPS, BACKWARD_TFLOPS = 575, 550, 525
+"""Rates of matrix products and of attention's two directions. Fitted to eight steps of Qwen2.5-7B from 24,576 to
+262,144 tokens, with and without kept attention and checkpointed layers; all of them within 5%."""
+MEASURED_ON = "H200"
+LINK_BYTES_PER_SECOND = 45e9
+"""Host memory to GPU and back at the same time, each way, over PCIe 5 (H200: 47 alone, less beside computation)."""
+PCIE_4 = ("A100", "L40S", "RTX 4090", "RTX 3090")
+"""Cards whose link has half that rate."""
+
+CONTEXT_BYTES, ALLOCATOR_SHARE = GIB // 2, 0.03
+"""What PyTorch cannot hand out: the CUDA context with its kernels, and gaps between allocations (steps of Qwen2.5-7B
+reserved 3% to 6% more than they used; the margin that `decide` leaves covers the rest)."""
+WORKSPACE_BYTES = 80 << 20
+"""cuBLAS and the like: 0.06 GiB beside the weights of Llama-3.1-8B and Qwen2.5-0.5B, 0.04 to 0.10 of Qwen2.5-7B."""
+SUMS_SHARE = 0.25
+"""float32 sums are chosen where they take at most this share of the GPU, as `oomb.grads` has it."""
+
+STATE_BYTES: dict[str, Callable[[ModelFacts], int]] = {
+    "none": lambda facts: 0,
+    "sgd": lambda facts: 0,
+    "momentum": lambda facts: facts.grad_bytes,
+    "adamw": lambda facts: 2 * facts.grad_bytes,
+    "adamw_8bit": lambda facts: 2 * facts.trainable_elements,
+}
+"""What an optimizer keeps from step to step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What there is to train on."""
+
+    gpu_bytes: int
+    host_bytes: int
+    gpu_name: str | None = None
+    """None, or a name that `PEAK_TFLOPS` does not have: no time is predicted."""
+
+    @property
+    def scale(self) -> float | None:
+        """Rates relative to the measured ones."""
+        rate = _look_up(self.gpu_name, PEAK_TFLOPS)
+        return None if rate is None else PEAK_TFLOPS[rate] / PEAK_TFLOPS[MEASURED_ON]
+
+    @property
+    def is_measured(self) -> bool:
+        return _look_up(self.gpu_name, PEAK_TFLOPS) == MEASURED_ON
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        return LINK_BYTES_PER_SECOND / (2 if _look_up(self.gpu_name, PCIE_4) else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a step will take."""
+
+    machine: Machine
+    config: Config
+    batch_size: int
+    length: int
+    optimizer: str
+    float32_sums: bool
+    placement: Placement
+    terms: tuple[Term, ...]
+    seconds: float | None
+    longest_context: int | None
+    """0: not even one chunk fits. None: no limit was found."""
+    problem: str | None
+    """Why it does not fit. The terms are then those it would need."""
+    advice: str | None
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @property
+    def peak_gpu_bytes(self) -> int:
+        """What torch.cuda.max_memory_allocated will be."""
+        return sum(term.num_bytes for term in self.terms if term.tier == GPU)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.terms if term.tier == HOST)
+
+    @property
+    def gpu_limit(self) -> int:
+        """What PyTorch can hand out on this machine."""
+        return usable_bytes(self.machine)
+
+
+def forecast(
+    facts: ModelFacts,
+    config: Config,
+    machine: Machine,
+    *,
+    batch_size: int = 1,
+    length: int,
+    optimizer: str = "adamw",
+    trains: bool = True,
+) -> Plan:
+    """A step in the middle of training: the optimizer's states are there, the gradients of the last step are not."""
+    if optimizer not in STATE_BYTES:
+        raise ValueError(f"unknown optimizer {optimizer!r}; its states are known for {', '.join(STATE_BYTES)}")
+    if length < 2 or batch_size < 1:
+        raise ValueError(f"a step has 2 tokens or more in 1 sequence or more, not {length} in {batch_size}")
+    float32_sums = config.param_grad_dtype == "float32"
+    if config.param_grad_dtype == "auto":
+        float32_sums = facts.missing_grad_bytes(True) <= SUMS_SHARE * machine.gpu_bytes
+    states = STATE_BYTES[optimizer](facts) if trains else 0
+    fixed = [
+        Term(name="weights", tier=GPU, num_bytes=facts.weight_bytes),
+        Term(name="kernel workspaces", tier=GPU, num_bytes=WORKSPACE_BYTES),
+        Term(name="optimizer states", tier=GPU, num_bytes=states),
+    ]
+    request = Request(
+        facts=facts,
+        config=config,
+        batch_size=batch_size,
+        length=length,
+        trains=trains,
+        float32_sums=float32_sums,
+        fused=config.fuse != "off",
+        gpu_room=usable_bytes(machine) - facts.weight_bytes - WORKSPACE_BYTES,
+        host_room=machine.host_bytes,
+        missing_grad_bytes=facts.missing_grad_bytes(float32_sums),
+        # What a training run must fit is its second step.
+        state_bytes=states,
+        optimizer_bytes=0,
+    )
+    placement, problem = place(request)
+    return Plan(
+        machine=machine,
+        config=config,
+        batch_size=batch_size,
+        length=length,
+        optimizer=optimizer,
+        float32_sums=float32_sums,
+        placement=placement,
+        terms=tuple(term for term in (*fixed, *placement.terms) if term.num_bytes),
+        seconds=predict_seconds(request, placement, machine),
+        longest_context=longest_context(request),
+        problem=problem,
+        advice=advice(request) if problem is not None else None,
+    )
+
+
+def usable_bytes(machine: Machine) -> int:
+    return int(machine.gpu_bytes * (1 - ALLOCATOR_SHARE)) - CONTEXT_BYTES
+
+
+def predict_seconds(request: Request, placement: Placement, machine: Machine) -> float | None:
+    """Time of a step's forward and backward. In each pass, copies run beside the computation."""
+    if machine.scale is None:
+        return None
+    work, loads, stores = _work(request, placement), *_traffic(request, placement)
+    return sum(
+        max(compute / machine.scale, load / machine.link_bytes_per_second, store / machine.link_bytes_per_second)
+        for compute, load, store in zip(work, loads, stores)
+    )
+
+
+def _work(request: Request, placement: Placement) -> tuple[float, float]:
+    """Seconds of arithmetic of the fill pass and of the gradient pass, at the measured rates."""
+    facts, length = request.facts, request.length
+    tokens = request.batch_size * length
+    # What the gradient pass computes forward again: all but a last chunk whose graph was kept.
+    again = placement.capacity if placement.keep_last_chunk else length
+    share_again = again / length
+    head = facts.vocab_size * facts.hidden_size
+    layers = facts.active_matrix_elements - head
+    attention = sum(_pairs(length, x.window) * x.num_query_heads * (x.head_size + x.value_size) for x in facts.layers)
+    attention *= 2 * request.batch_size
+    fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + attention / FORWARD_TFLOPS
+    if not request.trains:
+        return fill / 1e12, 0.0
+    # The head is always computed again. A frozen matrix costs no gradient of its own.
+    products = layers * (1 + share_again + placement.checkpoint_layers) + 2 * head + facts.trained_matrix_elements
+    attention_again = 0.0
+    if not placement.keep_attention:
+        attention_again = attention * _share_of_attention(request, again)
+    elif not placement.keep_last_chunk:
+        attention_again = attention * (1 - _share_of_attention(request, placement.capacity))
+    backward = (
+        2 * tokens * products / MATRIX_TFLOPS + attention_again / FORWARD_TFLOPS + 2.5 * attention / BACKWARD_TFLOPS
+    )
+    return fill / 1e12, backward / 1e12
+
+
+def _share_of_attention(request: Request, length: int) -> float:
+    """The share of all attention that the first `length` tokens have."""
+    windows = [layer.window for layer in request.facts.layers]
+    whole = sum(_pairs(request.length, window) for window in windows)
+    return sum(_pairs(length, window) for window in windows) / whole
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Pairs of a query and a key that it sees."""
+    if window is None or window >= length:
+        return length * length / 2
+    return window * length - window * window / 2
+
+
+def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Bytes loaded to the GPU, and bytes stored to the host, in the fill pass and in the gradient pass."""
+    chunk, first = request.config.chunk_size, placement.gpu_tokens
+    fill_loads = grad_loads = grad_stores = 0.0
+    fill_stores = 0.0
+    for (kv, grad, out), layer in zip(request.rows(), request.facts.layers):
+        # Tokens on the host that a chunk reads, over all chunks.
+        seen = sum(
+            start - max(first, start - layer.window if layer.window is not None else 0)
+            for start in range(chunk, placement.capacity + 1, chunk)
+            if start > first
+        )
+        fill_loads += kv * seen
+        fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
+        if request.trains:
+            grad_loads += (kv * (1 if placement.keep_attention else 2) + grad) * seen + out * placement.host_out_tokens
+            grad_stores += grad * seen
+    return (fill_loads, grad_loads), (fill_stores, grad_stores)
+
+
+def machine_named(gpu: str, host_bytes: int) -> Machine:
+    """A well-known card by its name, as in "H200", "a100-80gb" or "RTX 4090"."""
+    for name, size in CARDS.items():
+        if _plain(name) in (_plain(gpu), _plain(gpu).removeprefix("nvidia")):
+            return Machine(gpu_bytes=int(size * GIB), host_bytes=host_bytes, gpu_name=name)
+    raise ValueError(f"no GPU called {gpu!r} is known; name one of {', '.join(CARDS)}, or its memory, as in 24GiB")
+
+
+def _look_up(gpu_name: str | None, names: Iterable[str]) -> str | None:
+    return next((name for name in names if gpu_name is not None and name in gpu_name), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())

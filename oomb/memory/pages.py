@@ -1,0 +1,164 @@
+"""Who owns which page: integers alone, no bytes.
+
+A pool hands out runs of pages, in one piece where it can. A column is the list of pages that hold one layer's K and V
+(or gradients, or attention outputs) of one sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+GPU, HOST = "gpu", "host"
+"""The tiers. "gpu" is the model's own device, whichever that is."""
+
+
+class OutOfPages(MemoryError):
+    """What a sequence needs does not fit."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive pages of one tier's pool: `first`, `first` + 1, ... A column sees them as its pages from `at` on."""
+
+    tier: str
+    first: int
+    count: int
+    at: int
+
+
+class PagePool:
+    """The pages of one size in one tier.
+
+    Pages 0 to 9 exist; take(4) gives [(0, 4)]; take(3) gives [(4, 3)]; after give(0, 4), take(5) finds no run of five
+    and gives [(0, 4), (7, 1)].
+    """
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self.num_free = 0
+        self._free: list[tuple[int, int]] = []
+        """Free runs (first, end), in order."""
+        self._slabs: list[tuple[int, int]] = []
+        """(first, end) of each slab. Between two of them one number is left out, so no run reaches across."""
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def grow(self, count: int) -> int:
+        """Adds the pages of one more slab; returns the first of them."""
+        first = self._slabs[-1][1] + 1 if self._slabs else 0
+        self._slabs.append((first, first + count))
+        self.num_pages += count
+        self.num_free += count
+        if count:
+            self._free.append((first, first + count))
+        return first
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """`count` pages as (first, count) runs: the first free run that holds them all, or else the first ones."""
+        if count > self.num_free:
+            raise OutOfPages(f"{count} pages are asked for and {self.num_free} are free")
+        for index, (first, end) in enumerate(self._free):
+            if end - first >= count:
+                self._free[index : index + 1] = [(first + count, end)] if end - first > count else []
+                self.num_free -= count
+                return [(first, count)] if count else []
+        taken = []
+        while count:
+            first, end = self._free[0]
+            size = min(count, end - first)
+            taken.append((first, size))
+            self._free[:1] = [(first + size, end)] if end - first > size else []
+            self.num_free -= size
+            count -= size
+        return taken
+
+    def give(self, first: int, count: int) -> None:
+        """Takes pages back."""
+        end = first + count
+        index = bisect_left(self._free, (first, end))
+        before = self._free[index - 1] if index else None
+        after = self._free[index] if index < len(self._free) else None
+        is_ours = any(low <= first < end <= high for low, high in self._slabs)
+        if not is_ours or (before and before[1] > first) or (after and after[0] < end):
+            raise ValueError(f"pages {first} to {end - 1} are not in use")
+        low, high = index, index
+        if before and before[1] == first:
+            first, low = before[0], index - 1
+        if after and after[0] == end:
+            end, high = after[1], index + 1
+        self._free[low:high] = [(first, end)]
+        self.num_free += count
+
+
+class Column:
+    """The pages of one layer and kind of one sequence. Some may be missing: gradient pages come at first touch."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        """In order of `at`, not overlapping."""
+
+    def add(self, run: Run) -> None:
+        index = bisect_left(self.runs, run.at, key=lambda r: r.at)
+        self.runs.insert(index, run)
+        if index + 1 < len(self.runs):
+            self._join(index)
+        if index:
+            self._join(index - 1)
+
+    def _join(self, index: int) -> None:
+        """Makes runs that continue one another one."""
+        a, b = self.runs[index : index + 2]
+        if a.tier == b.tier and a.first + a.count == b.first and a.at + a.count == b.at:
+            self.runs[index : index + 2] = [Run(a.tier, a.first, a.count + b.count, a.at)]
+
+    def pieces(self, first: int, end: int) -> Iterator[Run]:
+        """The runs that hold pages `first` to `end` - 1."""
+        for run in self.runs:
+            low, high = max(first, run.at), min(end, run.at + run.count)
+            if low < high:
+                yield Run(run.tier, run.first + low - run.at, high - low, low)
+
+    def missing(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """(first, end) of pages in the range that do not exist."""
+        for run in list(self.pieces(first, end)):
+            if first < run.at:
+                yield first, run.at
+            first = run.at + run.count
+        if first < end:
+            yield first, end
+
+    def cut(self, first: int) -> list[Run]:
+        """Gives up the pages from `first` on."""
+        gone = list(self.pieces(first, 1 << 62))
+        self.runs = list(self.pieces(0, first))
+        return gone
+
+
+class Intervals:
+    """A set of numbers as disjoint intervals: which tokens have a gradient."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[int, int]] = []
+
+    def add(self, low: int, high: int) -> None:
+        touching = [i for i in self._all if i[0] <= high and i[1] >= low]
+        rest = [i for i in self._all if i not in touching]
+        ends = [low, high, *(end for i in touching for end in i)]
+        self._all = sorted([*rest, (min(ends), max(ends))])
+
+    def within(self, low: int, high: int) -> list[tuple[int, int]]:
+        """The parts of [low, high) that are in the set."""
+        return [(max(low, a), min(high, b)) for a, b in self._all if a < high and b > low]
+
+    def missing(self, low: int, high: int) -> list[tuple[int, int]]:
+        """The parts of [low, high) that are not."""
+        gaps = []
+        for a, b in self.within(low, high):
+            if low < a:
+                gaps.append((low, a))
+            low = b
+        return [*gaps, (low, high)] if low < high else gaps

@@ -1,0 +1,55 @@
+"""Adding to gradients at rest: in float32, and rounded up or down at random where they rest in 16 bits.
+
+A thousand small shares added to a bfloat16 number by rounding to nearest get lost, each of them in the same way.
+Rounded up with the probability that is due, they arrive on average.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Bits of a float32 fraction that these have no room for."""
+
+
+def accumulate_(total: Tensor, share: Tensor, seed: int) -> None:
+    """total += share, both [B, K, T, D] with any strides. `seed` is a number below 2**31; what it draws depends on the
+    shape alone, not on where the tensors lie."""
+    if HAS_TRITON and total.is_cuda and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
+        launch_accumulate(total, share, seed)
+        return
+    bits = None
+    if total.dtype in DROPPED_BITS:
+        generator = torch.Generator(total.device).manual_seed(seed)
+        bits = torch.randint(0, 2**31 - 1, total.shape, generator=generator, dtype=torch.int32, device=total.device)
+    accumulate_reference(total, share, bits)
+
+
+def accumulate_reference(total: Tensor, share: Tensor, random_bits: Tensor | None) -> None:
+    """The same, with the random bits given.
+
+    1 + 2**-8 lies halfway between two bfloat16 numbers, 1 and 1 + 2**-7: half of all random bits give each of them.
+    """
+    summed = total.to(torch.promote_types(total.dtype, torch.float32)) + share
+    if random_bits is not None:
+        dropped = (1 << DROPPED_BITS[total.dtype]) - 1
+        # The bits of a float are ordered as its magnitude is: adding below the cut carries with the right probability.
+        moved = (summed.float().view(torch.int32) + (random_bits & dropped)) & ~dropped
+        summed = torch.where(summed.isfinite(), moved.view(torch.float32), summed)
+    total.copy_(summed)
+
+
+def launch_accumulate(total: Tensor, share: Tensor, seed: int) -> None:
+    from oomb.triton_kernels import accumulate_kernel
+
+    B, K, T, D = total.shape
+    assert total.stride(-1) == share.stride(-1) == 1 and total.numel() < 2**31
+    with torch.cuda.device_of(total):
+        accumulate_kernel[(-(-T // 32), K, B)](
+            total, share, seed, T, D, *total.stride()[:3], *share.stride()[:3],
+            DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
+        )  # fmt: skip

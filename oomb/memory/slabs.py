@@ -1,0 +1,230 @@
+"""The bytes behind the pages: a few slabs per tier, allocated once and used again from step to step.
+
+GPU slabs are read and written by the stream that computes, and by no other. Host slabs are pinned, so that copies run
+beside the computation; on a machine without CUDA they are ordinary memory, and everything else is the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from oomb.memory.pages import GPU, HOST, Column, OutOfPages, PagePool, Run
+from oomb.memory.transfer import Copier, Prefetcher, Ring
+
+GIB = 2**30
+
+
+def free_gpu_bytes(device: torch.device) -> int | None:
+    """Memory that this process may still take on the device, or None where nobody counts it."""
+    if device.type != "cuda":
+        return None
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return max(0, min(free + unused, int(limit) - allocated))
+
+
+def free_host_bytes() -> int:
+    """Host memory that can still be taken: what the system has left, or the control group we are in."""
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            free = min(free, int((group / limit).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return max(0, free)
+
+
+class HostSlab:
+    """Host memory that the GPU can copy from and to by itself.
+
+    Touching all of it first and pinning it then takes 0.3 s a GiB on a 16-core virtual machine; an allocation by
+    `pin_memory=True` takes 0.5 and rounds up to a power of two.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        try:
+            memory = mmap.mmap(-1, max(1, num_bytes))
+        except (OSError, ValueError, OverflowError) as error:
+            raise OutOfPages(
+                f"the system refused {num_bytes / GIB:.1f} GiB of host memory ({error}): "
+                "lower host_memory or the context"
+            ) from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        if device.type == "cuda":
+            self.bytes.zero_()
+            pin(self.bytes, device)
+            weakref.finalize(self, unpin, self.bytes, device).atexit = False
+
+
+def pin(memory: Tensor, device: torch.device) -> None:
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error):
+        with suppress(RuntimeError):
+            # CUDA remembers the failure and would report it as that of the next kernel: let this be the one.
+            torch.zeros(1, device=device)
+        raise OutOfPages(
+            f"{memory.nbytes / GIB:.1f} GiB of host memory could not be pinned ({error}): lower host_memory or the "
+            "context, or raise the machine's limit on locked memory"
+        )
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class Arena:
+    """The pages of one size in one tier, with their bytes."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.pool = PagePool()
+        self.slabs: list[tuple[int, Tensor, HostSlab | None]] = []
+        """(first page, bytes, owner of the bytes)."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool.num_pages * self.page_bytes
+
+    def view(self, first: int, count: int) -> Tensor:
+        """The bytes of consecutive pages."""
+        base, slab, _ = next(s for s in reversed(self.slabs) if s[0] <= first)
+        return slab[(first - base) * self.page_bytes : (first - base + count) * self.page_bytes]
+
+
+Key = tuple[str, int]
+"""A kind of pages: their tier and their size in bytes."""
+
+
+class Holding:
+    """What one sequence has of the tiers: pages in columns, and pages promised to it that it has not taken yet."""
+
+    def __init__(self) -> None:
+        self.columns: dict[tuple[str, int], tuple[int, Column]] = {}
+        """Page size in bytes and pages, by (kind, layer)."""
+        self.promised: Counter[Key] = Counter()
+
+
+class Tiers:
+    """All page memory of an engine, and the streams and buffers that move it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copier = Copier(device)
+        self.prefetcher = Prefetcher(self.copier)
+        self.arenas: dict[Key, Arena] = {}
+        self.rings: dict[str, Ring] = {}
+        self.promised: Counter[Key] = Counter()
+        self.peak_bytes = {GPU: 0, HOST: 0}
+        """Most bytes of pages in use at once."""
+        self.abandoned: deque[Holding] = deque()
+        """Of sequences that died unclosed. Python may find them dead at any moment, so they only leave word here."""
+
+    def reserve(self, holding: Holding, num_pages: Mapping[Key, int]) -> None:
+        """Promises pages. Allocates slabs for them where needed, all or nothing."""
+        self.collect()
+        short = {key: missing for key, count in num_pages.items() if (missing := count - self._num_open(key)) > 0}
+        if short:
+            # What nobody uses makes room: slabs of other sizes, and on the GPU those that a larger one shall replace,
+            # so that runs stay whole. Pinned memory is too dear to be given up only to be taken again.
+            for key in [k for k, arena in self.arenas.items() if not arena.pool.num_used and not self.promised[k]]:
+                if key in short and key[0] == GPU:
+                    short[key] = num_pages[key]
+                    del self.arenas[key]
+                elif not num_pages.get(key):
+                    del self.arenas[key]
+        made: list[tuple[Key, int, Tensor, HostSlab | None]] = []
+        for key, missing in short.items():
+            host = HostSlab(missing * key[1], self.device) if key[0] == HOST else None
+            made.append((key, missing, self._gpu_slab(missing * key[1]) if host is None else host.bytes, host))
+        for key, missing, slab, owner in made:
+            arena = self.arenas.setdefault(key, Arena(key[1]))
+            arena.slabs.append((arena.pool.grow(missing), slab, owner))
+        holding.promised.update(num_pages)
+        self.promised.update(num_pages)
+
+    def take(self, holding: Holding, kind: tuple[str, int], tier: str, first: int, end: int) -> None:
+        """Gives the column `kind` of the holding its pages `first` to `end` - 1, out of what was promised."""
+        page_bytes, column = holding.columns[kind]
+        key = tier, page_bytes
+        assert holding.promised[key] >= end - first, "more pages than were promised"
+        for start, count in self.arenas[key].pool.take(end - first):
+            column.add(Run(tier, start, count, first))
+            first += count
+            holding.promised[key] -= count
+            self.promised[key] -= count
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes(tier))
+
+    def cut(self, holding: Holding, first: int) -> None:
+        """Takes back the pages from `first` on, of all columns."""
+        for page_bytes, column in holding.columns.values():
+            for run in column.cut(first):
+                self.arenas[run.tier, page_bytes].pool.give(run.first, run.count)
+
+    def close(self, holding: Holding) -> None:
+        """Takes back everything."""
+        self.cut(holding, 0)
+        self.promised.subtract(holding.promised)
+        holding.promised.clear()
+
+    def collect(self) -> None:
+        """Takes back what abandoned sequences hold."""
+        while self.abandoned:
+            self.close(self.abandoned.popleft())
+
+    def view(self, page_bytes: int, run: Run) -> Tensor:
+        return self.arenas[run.tier, page_bytes].view(run.first, run.count)
+
+    def ring(self, name: str, num_slots: int, slot_bytes: int) -> Ring:
+        """Staging buffers, made anew if larger ones are needed."""
+        ring = self.rings.get(name)
+        if ring is None or ring.slot_bytes < slot_bytes:
+            self.prefetcher.forget()
+            self.copier.drain()
+            self.rings.pop(name, None)
+            ring = self.rings[name] = Ring(num_slots, self._gpu_slab(num_slots * slot_bytes))
+        return ring
+
+    def used_bytes(self, tier: str) -> int:
+        return sum(a.pool.num_used * a.page_bytes for (name, _), a in self.arenas.items() if name == tier)
+
+    def idle_bytes(self, tier: str) -> int:
+        """Bytes of slabs and buffers that no sequence has a claim on."""
+        self.collect()
+        idle = sum(self._num_open(key) * key[1] for key in self.arenas if key[0] == tier)
+        return idle + (sum(ring.num_bytes for ring in self.rings.values()) if tier == GPU else 0)
+
+    def reset_counters(self) -> None:
+        self.copier.reset()
+        self.peak_bytes = {tier: self.used_bytes(tier) for tier in (GPU, HOST)}
+
+    def _num_open(self, key: Key) -> int:
+        """Free pages that nobody has been promised."""
+        return self.arenas[key].pool.num_free - self.promised[key] if key in self.arenas else 0
+
+    def _gpu_slab(self, num_bytes: int) -> Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfPages(
+                f"{num_bytes / GIB:.1f} GiB for pages could not be allocated on {self.device} "
+                f"({(free_gpu_bytes(self.device) or 0) / GIB:.1f} GiB are free, perhaps in pieces): "
+                "lower gpu_memory or the context"
+            ) from error

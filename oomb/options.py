@@ -1,0 +1,141 @@
+"""What the commands share: their options, and how sizes are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+T = TypeVar("T")
+
+MODEL, DATA, MACHINE, OPTIMIZER, OUTPUT, ENGINE = "Model", "Data", "Machine", "Optimizer", "Output", "Engine"
+"""The panels of `--help`."""
+
+ChunkSize = Annotated[
+    str,
+    typer.Option(
+        "--chunk_size", help="Tokens per chunk. More is faster on a GPU and takes more memory.", rich_help_panel=ENGINE
+    ),
+]
+Kernels = Annotated[
+    str, typer.Option("--kernels", help="Attention kernels: auto, cudnn, flash or torch.", rich_help_panel=ENGINE)
+]
+Fuse = Annotated[
+    str,
+    typer.Option("--fuse", help="Fusing by torch.compile: auto (on a GPU), compile or off.", rich_help_panel=ENGINE),
+]
+CheckpointLayers = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint_layers",
+        help="Recompute each layer in a chunk's backward: auto (if its activations would not fit), true or false.",
+        rich_help_panel=ENGINE,
+    ),
+]
+KeepAttention = Annotated[
+    str,
+    typer.Option(
+        "--keep_attention",
+        help="Keep attention outputs from the fill pass, which saves time and takes memory that grows with the "
+        "context: auto (if they fit), true or false.",
+        rich_help_panel=ENGINE,
+    ),
+]
+GpuMemory = Annotated[
+    str,
+    typer.Option(
+        "--gpu_memory",
+        help="GPU memory for what grows with the context, as in 24GiB; the rest goes to host memory. 0: all of it. "
+        "auto: what is left beside weights, gradients, activations and AdamW.",
+        rich_help_panel=ENGINE,
+    ),
+]
+HostMemory = Annotated[
+    str,
+    typer.Option(
+        "--host_memory",
+        help="Pinned host memory for the same, when the GPU's share is full. 0: none. auto: most of what is free.",
+        rich_help_panel=ENGINE,
+    ),
+]
+PageSize = Annotated[
+    int, typer.Option("--page_size", help="Tokens per page of K, V and their gradients.", rich_help_panel=ENGINE)
+]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv_dtype", help="Precision of K and V at rest: auto (the model's) or a dtype.", rich_help_panel=ENGINE
+    ),
+]
+GradDtype = Annotated[
+    str,
+    typer.Option("--grad_dtype", help="Precision of their gradients at rest: auto or a dtype.", rich_help_panel=ENGINE),
+]
+ParamGradDtype = Annotated[
+    str,
+    typer.Option(
+        "--param_grad_dtype",
+        help="Sum parameter gradients over chunks in float32, or in the parameters' own dtype: auto, float32, param.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N.", rich_help_panel=MODEL)
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="auto (bfloat16 on a GPU, else float32), float64, float32, bfloat16 or float16.",
+        rich_help_panel=MODEL,
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        help="The GPU to plan for: its name (H200, H100, A100-80GB, RTX 4090, …) or its memory, as in 24GiB. "
+        "Default: this machine's.",
+        rich_help_panel=MACHINE,
+    ),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host", help="Host memory that is free there, as in 64GiB. Default: this machine's.", rich_help_panel=MACHINE
+    ),
+]
+OptimizerStates = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        help="Whose states to count: adamw, adamw_8bit, momentum, sgd or none.",
+        rich_help_panel=OPTIMIZER,
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        help="Draw memory against context into this file (.png, .svg, .pdf); needs matplotlib.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+def parse_tokens(text: str, option: str = "") -> int:
+    """A number of tokens: "4096", "32K" (= 32768), "1M" (= 1048576)."""
+    match = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{option} {text!r} is not a number of tokens; write 4096, 32K or 1M (K = 1024)".strip())
+    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
+
+
+def parse_list(text: str, parse: Callable[[str], T]) -> list[T]:
+    parts = [part for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError("the list is empty; separate its items by commas, as in 32K,64K,1M")
+    return [parse(part) for part in parts]

@@ -1,0 +1,257 @@
+"""`oomb plan`: the facts of a model by its name, without its weights; the forecast as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from oomb import metrics, presets
+from oomb.config import Config, parse_bytes
+from oomb.facts import facts_of
+from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named
+from oomb.memory import GPU, HOST, free_host_bytes
+from oomb.plan import ModelFacts
+from oomb.refusals import UnsupportedModelError, unwrap
+
+TIERS = {GPU: "GPU", HOST: "host"}
+NUM_CONTEXTS = 48
+"""Points of a curve in the picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A model by its name, and the plan for it."""
+
+    model: str
+    dtype: str
+    lora: bool
+    facts: ModelFacts
+    plan: Plan
+    positions: int | None
+    """How many positions the model was made for."""
+
+    def table(self) -> Table:
+        plan = self.plan
+        method = "LoRA" if self.lora else "full training"
+        title = f"{self.model} in {self.dtype}, {method}: one step on {plan.length:,} tokens"
+        title += f" x {plan.batch_size}" if plan.batch_size > 1 else ""
+        table = Table(title=escape(title), title_justify="left")
+        for column in ("what", "where", "size", ""):
+            table.add_column(column, justify="right" if column == "size" else "left")
+        for tier, name in TIERS.items():
+            terms = [term for term in plan.terms if term.tier == tier]
+            for term in terms:
+                table.add_row(
+                    term.name, name, metrics.gib(term.num_bytes), "grows with the context" if term.grows else ""
+                )
+            limit = plan.gpu_limit if tier == GPU else plan.machine.host_bytes
+            total = plan.peak_gpu_bytes if tier == GPU else plan.host_bytes
+            note = f"of {metrics.gib(limit)}"
+            table.add_row(f"[bold]{name} in all[/]", name, f"[bold]{metrics.gib(total)}[/]", note, end_section=True)
+        return table
+
+    def lines(self) -> list[str]:
+        """What the table does not say."""
+        plan, placement = self.plan, self.plan.placement
+        on_off = {True: "yes", False: "no"}
+        sums = "float32" if plan.float32_sums else "the parameters' own precision"
+        lines = [
+            f"chunks of {plan.config.chunk_size:,} tokens; layers checkpointed: {on_off[placement.checkpoint_layers]}; "
+            f"attention outputs kept: {on_off[placement.keep_attention]}; gradients summed in {sums}; "
+            f"optimizer {plan.optimizer}"
+        ]
+        if plan.seconds is not None and plan.fits:
+            rate = plan.length * plan.batch_size / plan.seconds
+            source = "" if plan.machine.is_measured else "; scaled from an H200 by datasheet rates, not measured"
+            lines.append(f"time of a step: about {metrics.seconds(plan.seconds)}, {rate:,.0f} tokens/s{source}")
+        elif plan.fits:
+            lines.append("time of a step: not predicted, since the rates of this GPU are not known")
+        longest = {None: "no limit found", 0: "none"}.get(plan.longest_context, f"{plan.longest_context or 0:,} tokens")
+        lines.append(f"longest context that fits: {longest}")
+        if self.positions is not None and plan.length > self.positions:
+            lines.append(
+                f"[yellow]the model was made for {self.positions:,} positions (max_position_embeddings): scale RoPE "
+                "before training on more[/]"
+            )
+        if plan.problem is not None:
+            lines.append(f"[bold red]does not fit[/]: {escape(plan.problem)} {escape(plan.advice or '')}")
+        else:
+            lines.append("[bold green]fits[/]")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plan = self.plan
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "lora": self.lora,
+            "context": plan.length,
+            "batch_size": plan.batch_size,
+            "optimizer": plan.optimizer,
+            "settings": asdict(plan.config),
+            "machine": {**asdict(plan.machine), "usable_gpu_bytes": plan.gpu_limit},
+            "fits": plan.fits,
+            "problem": plan.problem,
+            "advice": plan.advice,
+            "peak_gpu_bytes": plan.peak_gpu_bytes,
+            "host_bytes": plan.host_bytes,
+            "longest_context": plan.longest_context,
+            "seconds": plan.seconds,
+            "seconds_are_scaled": plan.seconds is not None and not plan.machine.is_measured,
+            "float32_sums": plan.float32_sums,
+            "placement": {k: v for k, v in asdict(plan.placement).items() if k != "terms"},
+            "terms": [asdict(term) for term in plan.terms],
+            "facts": asdict(self.facts),
+        }
+
+    def save(self, path: str | Path) -> Path:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        return path
+
+    def plot(self, path: str | Path) -> Path:
+        """Memory of both tiers against the context, up to a little beyond what fits."""
+        check_plotting()
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        plan, path = self.plan, Path(path)
+        contexts = self._contexts()
+        ticks = range(0, contexts[-1] + 1, 1 << max(0, (contexts[-1] // 4).bit_length() - 1))
+        plans = [
+            forecast(
+                self.facts,
+                plan.config,
+                plan.machine,
+                batch_size=plan.batch_size,
+                length=context,
+                optimizer=plan.optimizer,
+            )
+            for context in contexts
+        ]
+        colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(t.name for p in plans for t in p.terms))}
+        # Without pyplot: a program that has a window open keeps it.
+        figure = Figure(figsize=(11, 6), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (tier, name) in zip(figure.subplots(1, 2), TIERS.items()):
+            names, sizes = _curves(plans, tier)
+            if names:
+                axes.stackplot(contexts, sizes, labels=names, colors=[colors[name] for name in names])
+            limit = plan.gpu_limit if tier == GPU else plan.machine.host_bytes
+            axes.axhline(limit / metrics.GIB, color="black", linestyle="--", linewidth=1, label="there is")
+            axes.axvline(plan.length, color="gray", linestyle=":", linewidth=1, label=f"{plan.length:,} tokens")
+            axes.set(title=f"{name} memory", xlabel="context, tokens", ylabel="GiB", xlim=(contexts[0], contexts[-1]))
+            axes.set_ylim(0, 1.15 * limit / metrics.GIB)
+            axes.set_xticks(ticks, [short_tokens(tokens) for tokens in ticks])
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small", frameon=False)
+        figure.suptitle(f"{self.model} in {self.dtype}, {'LoRA' if self.lora else 'full training'}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        return path
+
+    def _contexts(self) -> list[int]:
+        chunk, longest = self.plan.config.chunk_size, self.plan.longest_context or 0
+        end = max(self.plan.length, min(longest, 4 * self.plan.length)) * 5 // 4
+        step = max(1, -(-end // chunk // NUM_CONTEXTS)) * chunk
+        return [chunk, *range(step + chunk, end + step, step)]
+
+
+def _curves(plans: Sequence[Plan], tier: str) -> tuple[list[str], list[list[float]]]:
+    """Names of a tier's terms, and their GiB in every plan."""
+    found = [{term.name: term.num_bytes for term in plan.terms if term.tier == tier} for plan in plans]
+    names = list(dict.fromkeys(name for sizes in found for name in sizes))
+    return names, [[sizes.get(name, 0) / metrics.GIB for sizes in found] for name in names]
+
+
+def plan(
+    model: str,
+    context: int,
+    machine: Machine,
+    *,
+    batch_size: int = 1,
+    dtype: str = "bfloat16",
+    lora: bool = False,
+    optimizer: str = "adamw",
+    settings: dict[str, Any] | None = None,
+) -> Forecast:
+    """The forecast for a preset, a folder or a hub id. `settings` are fields of `Config`."""
+    config = Config.from_dict(settings or {})
+    model_config = presets.load_config(model)
+    precision = presets.resolve_dtype(dtype, torch.device("cuda"))
+    facts = facts_for(model, dtype=dtype, lora=lora, config=model_config)
+    return Forecast(
+        model=model,
+        dtype=str(precision).removeprefix("torch."),
+        lora=lora,
+        facts=facts,
+        plan=forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer),
+        positions=presets.positions_of(model_config),
+    )
+
+
+def facts_for(name: str, *, dtype: str = "bfloat16", lora: bool = False, config: Any = None) -> ModelFacts:
+    """The facts of a model that is built on the meta device: no weight is read, no memory taken. With `lora`, as `oomb
+    bench --lora` has it: rank 16, on all linear layers."""
+    from transformers import AutoModelForCausalLM
+
+    config = presets.load_config(name) if config is None else config
+    precision = presets.resolve_dtype(dtype, torch.device("cuda"))
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=precision)
+        try:
+            unwrap(network)
+        except UnsupportedModelError as error:
+            # That it has no weights is the last thing a model is refused for; here it is meant to have none.
+            if "meta device" not in str(error):
+                raise
+        if lora:
+            network = with_lora(network)
+    return facts_of(network)
+
+
+def with_lora(network: Any) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("--lora needs peft: pip install 'oomb[peft]'") from None
+    return get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
+
+
+def find_machine(gpu: str | None, host: str | None) -> Machine:
+    """The machine that is meant: a card by its name or its memory, this machine's where nothing is said."""
+    host_bytes = free_host_bytes() if host is None else parse_bytes(host, "--host")
+    if gpu is None:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"this machine has no GPU, so say for which one to plan: --gpu {' | '.join(CARDS)}, or its memory, as "
+                "in --gpu 24GiB"
+            )
+        properties = torch.cuda.get_device_properties(0)
+        return Machine(gpu_bytes=properties.total_memory, host_bytes=host_bytes, gpu_name=properties.name)
+    if gpu.strip()[:1].isdigit():
+        return Machine(gpu_bytes=parse_bytes(gpu, "--gpu"), host_bytes=host_bytes)
+    return machine_named(gpu, host_bytes)
+
+
+def check_plotting() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'oomb[plot]'") from None
+
+
+def short_tokens(tokens: float) -> str:
+    """131072 -> "128K"."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if tokens >= size:
+            return f"{tokens / size:.4g}{unit}"
+    return f"{tokens:.0f}"

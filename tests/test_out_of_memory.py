@@ -1,0 +1,162 @@
+"""Too little memory is foretold with the numbers, and nothing is left allocated."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import engine_for
+from families import build, random_ids
+
+import oomb
+from oomb.memory import OutOfPages, slabs
+
+ROOT = Path(__file__).parents[1]
+NUMBERS = r"(?s)\d[\d.]* [KMG]?i?B.*\d[\d.]* [KMG]?i?B"
+
+
+def nothing_is_held(engine: oomb.Engine) -> bool:
+    tiers = engine.budget.tiers
+    return not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
+
+
+@pytest.mark.parametrize("budgets", [{"gpu_memory": 0, "host_memory": 0}, {"gpu_memory": 100, "host_memory": "1KiB"}])
+def test_budgets_that_are_too_small(budgets: dict[str, Any], model: Any) -> None:
+    engine = engine_for(model, **budgets)
+    for _ in range(2):
+        with pytest.raises(OutOfPages, match=NUMBERS) as caught:
+            engine.loss(random_ids(1, 60))
+        assert "host_memory" in str(caught.value) or "gpu_memory" in str(caught.value)
+        assert nothing_is_held(engine) and not engine.budget.tiers.arenas
+    engine.loss(random_ids(1, 7)).backward()  # one chunk needs no pages
+
+
+@pytest.mark.parametrize("how", ["the system refuses", "pinning fails"])
+def test_host_memory_that_cannot_be_had(how: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int, device: torch.device) -> None:
+        raise OutOfPages(f"{num_bytes / 2**30:.1f} GiB of host memory could not be pinned: lower host_memory")
+
+    engine = engine_for(model, gpu_memory=0)
+    with monkeypatch.context() as patch:
+        if how == "pinning fails":
+            patch.setattr(slabs, "HostSlab", refuse)
+        else:
+            patch.setattr(slabs.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
+        with pytest.raises(OutOfPages, match="GiB of host memory"):
+            engine.loss(random_ids(1, 60))
+        assert nothing_is_held(engine) and not engine.budget.tiers.arenas
+    engine.loss(random_ids(1, 60)).backward()
+    assert nothing_is_held(engine)
+
+
+def test_memory_that_has_gone_since_the_last_step(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second step of the same kind, where the first one's slabs can't be had again: it is placed anew."""
+    engine = engine_for(model)
+    ids = random_ids(1, 60)
+    engine.loss(ids).backward()
+    assert engine.stats.gpu_peak_bytes and not engine.stats.host_peak_bytes
+    engine.budget.tiers.arenas.clear()
+    placed = []
+    place = engine.budget._place
+    monkeypatch.setattr(engine.budget, "_place", lambda *args: placed.append(1) or place(*args))
+    take, refusals = engine.budget.tiers._gpu_slab, [1]
+
+    def refuse_once(num_bytes: int) -> torch.Tensor:
+        if refusals:
+            refusals.pop()
+            raise OutOfPages("gone")
+        return take(num_bytes)
+
+    monkeypatch.setattr(engine.budget.tiers, "_gpu_slab", refuse_once)
+    engine.loss(ids).backward()
+    assert placed == [1] and nothing_is_held(engine)
+
+
+@pytest.fixture
+def taken_gpu() -> Iterator[int]:
+    """Another process has taken the GPU's memory, all but about 4 GiB."""
+    code = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+taken = torch.empty(free - (4 << 30), dtype=torch.uint8, device="cuda")
+print("taken", flush=True)
+sys.stdin.read()
+"""
+    torch.cuda.empty_cache()
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "taken\n"
+    yield torch.cuda.mem_get_info()[0]
+    process.communicate()
+
+
+@pytest.mark.gpu
+def test_a_second_process_has_the_gpu(taken_gpu: int) -> None:
+    from test_gpu import wide_llama
+
+    assert taken_gpu < 8 << 30
+    model = wide_llama(num_hidden_layers=32).bfloat16()
+    ids = random_ids(1, 1 << 19)  # 32 layers x 2 heads x 64 x (K, V, gradients) x bfloat16: 16 GiB
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = oomb.Engine(model, oomb.Config(chunk_size=4096, fuse="off", host_memory=0, keep_attention=False))
+    with pytest.raises(OutOfPages, match=NUMBERS):
+        engine.loss(ids)
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 1 << 24
+    # With the host to go to it fits.
+    placement = oomb.Engine(model, oomb.Config(chunk_size=4096, fuse="off", keep_attention=False)).reserve(1, 1 << 19)
+    assert placement.host_bytes > 8 << 30
+
+
+@pytest.mark.gpu
+def test_pinning_that_fails_is_an_error_and_leaves_nothing() -> None:
+    """A part of the memory is pinned already, which CUDA refuses to do twice."""
+    memory, device = torch.empty(1 << 24, dtype=torch.uint8), torch.device("cuda", 0)
+    slabs.pin(memory, device)
+    try:
+        with pytest.raises(OutOfPages, match="GiB of host memory could not be pinned"):
+            slabs.pin(memory, device)
+        torch.cuda.synchronize()
+        torch.ones(3, device="cuda").sum().item()
+    finally:
+        slabs.unpin(memory, device)
+
+
+@pytest.mark.gpu
+def test_a_process_held_to_a_share_of_the_gpu_spills_to_the_host() -> None:
+    from test_gpu import wide_llama
+
+    model = wide_llama(num_hidden_layers=8).bfloat16()
+    total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (1 << 30)) / total)
+    try:
+        engine = oomb.Engine(model, oomb.Config(chunk_size=1024, fuse="off"))
+        engine.loss(random_ids(1, 200_000)).backward()  # 1.5 GiB of pages
+        assert engine.stats.host_peak_bytes > 0 and nothing_is_held(engine)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("failing", ["fill", "gradient"])
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding"])
+def test_a_step_that_fails_half_way_gives_its_pages_back(family: str, failing: str) -> None:
+    model = build(family)
+    engine = engine_for(model, gpu_memory=0)
+
+    def stop(phase: str, done: int, total: int) -> None:
+        if phase == failing and done == 2:
+            raise KeyboardInterrupt
+
+    engine.progress = stop
+    with pytest.raises(KeyboardInterrupt):
+        engine.loss(random_ids(1, 60)).backward()
+    assert nothing_is_held(engine)

@@ -1,0 +1,451 @@
+"""The plan's arithmetic: it adds up, it is monotone, it agrees with what was measured, and it says what to do."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, SIZES, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomb import forecast as forecasting
+from oomb import loss, planner, presets
+from oomb import plan as planning
+from oomb.config import Config
+from oomb.facts import attention_layers, config_layers, facts_of
+from oomb.forecast import Machine, Plan, forecast, machine_named
+from oomb.memory import GPU, HOST, OutOfPages, row_bytes, staging_bytes
+from oomb.plan import GIB, LayerFacts, ModelFacts, Placement, Request, decide, longest_context, place
+
+MIB = 1 << 20
+SOME_FAMILIES = [
+    "llama", "llama_tied", "qwen2_sliding", "gemma3", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3",
+    "phi3_longrope_long",
+]  # fmt: skip
+H200 = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=100 * GIB, gpu_name="NVIDIA H200")
+
+TINY = ModelFacts(
+    layers=(
+        LayerFacts(num_kv_heads=2, head_size=16, value_size=16, num_query_heads=4, window=None),
+        LayerFacts(num_kv_heads=2, head_size=16, value_size=8, num_query_heads=4, window=32),
+    ),
+    hidden_size=64,
+    vocab_size=500,
+    itemsize=2,
+    weight_bytes=4 * MIB,
+    grad_bytes=4 * MIB,
+    float32_sum_bytes=8 * MIB,
+    wide_grad_bytes=0,
+    head_grad_bytes=500 * 64 * 2,
+    layer_width=1000,
+    has_adapters=False,
+    active_matrix_elements=2_000_000,
+    trained_matrix_elements=2_000_000,
+    trainable_elements=2_000_000,
+)
+
+
+@functools.cache
+def facts_for(name: str, lora: bool = False) -> ModelFacts:
+    return planner.facts_for(name, lora=lora)
+
+
+def ask(facts: ModelFacts = TINY, config: Config | None = None, **changes: Any) -> Placement:
+    options = {
+        "batch_size": 1, "length": 4096, "trains": True, "float32_sums": True, "fused": True, "gpu_room": GIB,
+        "host_room": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
+    }  # fmt: skip
+    return decide(facts, config or Config(chunk_size=256, page_size=64), **{**options, **changes})
+
+
+def bytes_of(placement: Placement | Plan, tier: str) -> int:
+    return sum(term.num_bytes for term in placement.terms if term.tier == tier)
+
+
+# What was measured on one H200 (PyTorch 2.11, bfloat16, three chunks): model, LoRA, chunk size, checkpointed, fused,
+# bytes allocated before the step, and the peak of the gradient pass above weights, gradients and pages; all in GiB.
+PEAKS = [
+    ("qwen2.5-7b", False, 8192, True, True, 14.27, 4.92),
+    ("qwen2.5-7b", False, 4096, True, True, 14.27, 3.26),
+    ("qwen2.5-7b", False, 4096, True, False, 14.27, 2.79),
+    ("qwen2.5-7b", False, 8192, False, True, 14.27, 35.76),
+    ("qwen2.5-7b", True, 8192, True, True, 14.46, 6.78),
+    ("qwen2.5-7b", True, 4096, True, True, 14.46, 3.39),
+    ("qwen2.5-7b", True, 4096, False, True, 14.46, 25.34),
+    ("llama-3.1-8b", False, 4096, True, True, 15.02, 3.63),
+    ("qwen2.5-0.5b", False, 4096, False, True, 0.985, 4.90),
+]
+
+
+@pytest.mark.parametrize("name, lora, chunk, checkpointed, fused, base, transient", PEAKS)
+def test_peaks_are_those_that_were_measured(
+    name: str, lora: bool, chunk: int, checkpointed: bool, fused: bool, base: float, transient: float
+) -> None:
+    facts = facts_for(name, lora)
+    config = Config(
+        chunk_size=chunk,
+        checkpoint_layers=checkpointed,
+        keep_attention=False,
+        param_grad_dtype="param",
+        fuse="auto" if fused else "off",
+    )
+    plan = forecast(facts, config, H200, length=3 * chunk, optimizer="none")
+    layer = facts.layers[0]
+    pages = 2 * chunk * len(facts.layers) * 2 * 2 * layer.num_kv_heads * layer.head_size * 2
+    assert plan.placement.gpu_bytes == pages and plan.host_bytes == 0
+    measured = (base + transient) * GIB + facts.grad_bytes + pages
+    assert plan.peak_gpu_bytes == pytest.approx(measured, rel=0.01)
+
+
+def test_memory_and_time_of_the_committed_results() -> None:
+    """Not what was predicted then, but what is predicted now."""
+    report = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "plan_check.json").read_text())
+    for row in report["rows"]:
+        facts = facts_for(report["model"], lora="lora" in row["case"])
+        plan = forecast(facts, Config(**row["settings"]), H200, length=row["context"], optimizer="none")
+        assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.03)
+        assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.03)
+        assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.1)
+
+
+# Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed.
+TIMES = [
+    (32768, False, False, 4.92),
+    (65536, False, False, 13.40),
+    (131072, False, False, 40.32),
+    (262144, False, False, 137.4),
+    (65536, True, False, 12.03),
+    (131072, True, False, 34.36),
+    (24576, False, False, 3.03),
+    (24576, False, True, 3.81),
+]
+
+
+@pytest.mark.parametrize("context, kept, checkpointed, seconds", TIMES)
+def test_times_are_those_that_were_measured(context: int, kept: bool, checkpointed: bool, seconds: float) -> None:
+    config = Config(chunk_size=8192, keep_attention=kept, checkpoint_layers=checkpointed)
+    plan = forecast(facts_for("qwen2.5-7b"), config, H200, length=context, optimizer="none")
+    assert plan.seconds == pytest.approx(seconds, rel=0.06)
+
+
+def test_float32_sums_at_chunks_of_4096() -> None:
+    config = Config(chunk_size=4096, keep_attention=False, checkpoint_layers=False, param_grad_dtype="float32")
+    plan = forecast(facts_for("qwen2.5-7b"), config, H200, length=3 * 4096, optimizer="none")
+    assert plan.peak_gpu_bytes == pytest.approx(62.41 * GIB, rel=0.01)
+
+
+def test_constants_are_those_of_the_code_they_describe() -> None:
+    assert (planning.PLAIN_TILE, planning.FUSED_TILE) == (loss.PLAIN_TILE, loss.FUSED_TILE)
+
+
+requests = st.builds(
+    Request,
+    facts=st.builds(
+        lambda adapters, itemsize: replace(TINY, has_adapters=adapters, itemsize=itemsize),
+        st.booleans(),
+        st.sampled_from([2, 4, 8]),
+    ),
+    config=st.builds(
+        Config,
+        chunk_size=st.sampled_from([64, 256, 1000]),
+        page_size=st.sampled_from([1, 16, 100]),
+        checkpoint_layers=st.sampled_from(["auto", True, False]),
+        keep_attention=st.sampled_from(["auto", True, False]),
+        gpu_memory=st.sampled_from(["auto", 0, 2 * MIB]),
+        host_memory=st.sampled_from(["auto", 0, 8 * MIB]),
+        kv_dtype=st.sampled_from(["auto", "float32"]),
+    ),
+    batch_size=st.integers(1, 3),
+    length=st.integers(1, 20_000),
+    trains=st.booleans(),
+    float32_sums=st.just(True),
+    fused=st.booleans(),
+    gpu_room=st.one_of(st.none(), st.integers(0, 64 * MIB)),
+    host_room=st.integers(0, 64 * MIB),
+    missing_grad_bytes=st.just(8 * MIB),
+    optimizer_bytes=st.sampled_from([0, 4 * MIB]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests)
+def test_every_token_has_its_place_and_every_byte_its_term(request: Request) -> None:
+    placement, problem = place(request)
+    config, capacity = request.config, request.capacity
+    page = config.page_size
+    assert capacity % config.chunk_size == 0 and 0 < request.length - capacity <= config.chunk_size
+    assert placement.gpu_tokens + placement.host_tokens == placement.capacity == capacity
+    assert placement.gpu_tokens % page == 0 or placement.gpu_tokens == capacity
+    assert placement.gpu_out_tokens in ((0, capacity) if placement.keep_attention else (0,))
+    assert placement.gpu_bytes + placement.needed_bytes == bytes_of(placement, GPU)
+    assert placement.host_bytes == bytes_of(placement, HOST)
+    assert all(term.num_bytes > 0 for term in placement.terms)
+    rows = request.rows()
+    pages = -(-capacity // page) * page * sum(kv + grad for kv, grad, _ in rows)
+    outs = -(-capacity // page) * page * sum(out for _, _, out in rows) if placement.keep_attention else 0
+    assert placement.gpu_bytes + placement.host_bytes == pages + outs
+    # Staging buffers exist just where something lies on the host.
+    assert any(term.name == "staging buffers" for term in placement.terms) == (placement.host_bytes > 0)
+    if problem is None:
+        assert bytes_of(placement, GPU) <= (float("inf") if request.gpu_room is None else request.gpu_room)
+        assert placement.host_bytes <= request.host_room
+        if config.gpu_memory != "auto":
+            assert placement.gpu_bytes <= int(config.gpu_memory)
+        if config.host_memory != "auto":
+            assert placement.host_bytes <= int(config.host_memory)
+    if config.keep_attention == "auto" and placement.keep_attention and request.gpu_room is not None:
+        assert placement.host_bytes <= 0.75 * request.host_room or config.host_memory != "auto"
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests, st.integers(0, 64 * MIB), st.integers(0, 64 * MIB))
+def test_the_longest_context_is_the_longest_and_memory_never_shortens_it(
+    request: Request, more_gpu: int, more_host: int
+) -> None:
+    longest = longest_context(request)
+    chunk = request.config.chunk_size
+    if longest is None:
+        assert place(request)[1] is None
+        return
+    assert longest % chunk == 0
+    assert longest == 0 or place(replace(request, length=longest))[1] is None
+    assert place(replace(request, length=longest + chunk))[1] is not None
+    # Where layers are left unchecked the choice depends on the room: more of it may be spent on speed.
+    request = replace(request, config=replace(request.config, checkpoint_layers=True))
+    before = longest_context(request)
+    gpu_room = None if request.gpu_room is None else request.gpu_room + more_gpu
+    after = longest_context(replace(request, gpu_room=gpu_room, host_room=request.host_room + more_host))
+    assert after is None or (before is not None and after >= before)
+
+
+def test_pages_fill_the_gpu_first_and_then_the_host() -> None:
+    rows = [row_bytes(64, 64) * 2, (row_bytes(64, 32)) * 2]
+    needed = ask(gpu_room=None, length=257).needed_bytes
+    budget = 300 * 64 * sum(rows)
+    placement = ask(config=Config(chunk_size=256, page_size=64, gpu_memory=budget), length=100_000)
+    assert placement.gpu_tokens == 300 * 64 and placement.host_tokens == placement.capacity - 300 * 64
+    assert placement.gpu_bytes == budget
+    staging = staging_bytes(kv_row=128, grad_row=128, out_row=128 + 16, chunk_size=256, keeps=True, trains=True)
+    assert placement.needed_bytes == needed + staging
+    assert placement.keep_attention and placement.gpu_out_tokens == 0
+
+
+def test_auto_takes_what_is_left() -> None:
+    roomy = ask()
+    assert roomy.host_bytes == 0 and roomy.keep_attention and roomy.keep_last_chunk and not roomy.checkpoint_layers
+    assert roomy.gpu_out_tokens == roomy.gpu_tokens == roomy.capacity == 4096 - 256
+    assert not ask(keeps_other_chunk=True).keep_last_chunk
+    # Too little for a chunk's activations beside the gradients: layers are checkpointed, and then the last is not kept.
+    whole = ask(length=512).needed_bytes
+    tight = ask(length=512, gpu_room=int(whole / 0.9) - 1000)
+    assert tight.checkpoint_layers and not tight.keep_last_chunk and tight.needed_bytes < whole
+    # The states that come after the first step count as well.
+    assert not ask(length=512, gpu_room=int(whole / 0.9) + MIB).checkpoint_layers
+    assert ask(length=256, gpu_room=int(whole / 0.9) + MIB, optimizer_bytes=2 * MIB).checkpoint_layers
+    # Outputs are kept on a GPU that has room for all, on the host up to three quarters of it, or not at all.
+    one_gib = Config(chunk_size=256, page_size=64, gpu_memory=0)
+    outs = bytes_of(ask(config=one_gib), HOST)
+    assert ask(config=one_gib, host_room=int(outs / 0.74)).keep_attention
+    assert not ask(config=one_gib, host_room=int(outs / 0.76)).keep_attention
+    assert not ask(trains=False).keep_attention and not ask(length=256).keep_attention
+    with pytest.raises(OutOfPages):
+        ask(config=replace(one_gib, keep_attention=True), host_room=int(outs / 0.91))
+    # On a CPU one memory serves all.
+    on_cpu = ask(gpu_room=None)
+    assert on_cpu.gpu_tokens == on_cpu.capacity and not on_cpu.checkpoint_layers
+    kept = next(term.num_bytes for term in on_cpu.terms if term.name == "kept attention outputs")
+    assert ask(gpu_room=None, host_room=4 * kept).keep_attention
+    assert not ask(gpu_room=None, host_room=4 * kept - 4).keep_attention
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(OutOfPages) as caught:
+        ask(**changes)
+    return str(caught.value)
+
+
+def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
+    long = {"length": 1_000_000, "gpu_room": 100 * MIB}
+    text = refusal(**long, host_room=450 * MIB, config=Config(chunk_size=256, host_memory="10MiB"))
+    assert "1,000,000 tokens do not fit" in text and "and 10.0 MiB are there" in text
+    assert text.endswith('It fits with host_memory="auto" (0.44 GiB are free).')
+    longest = int(re.findall(r"longest context that fits is ([\d,]+) tokens", text)[0].replace(",", ""))
+    config = Config(chunk_size=256, host_memory="10MiB")
+    assert ask(**{**long, "length": longest}, host_room=450 * MIB, config=config).capacity == longest - 256
+    refusal(**{**long, "length": longest + 1}, host_room=450 * MIB, config=config)
+
+    def remedy(**changes: Any) -> str:
+        return re.findall(r"It fits with (.*)\.$", refusal(**changes))[0]
+
+    assert (
+        remedy(**long, host_room=450 * MIB, config=Config(chunk_size=256, keep_attention=True))
+        == "keep_attention=False"
+    )
+    whole = ask(config=Config(chunk_size=2048, keep_attention=False), length=2048).needed_bytes
+    plain = {"length": 2048, "gpu_room": whole - MIB}
+    config = Config(chunk_size=2048, checkpoint_layers=False)
+    assert remedy(**plain, config=config) == "checkpoint_layers=True"
+    checkpointed = Config(chunk_size=2048, checkpoint_layers=True)
+    needed = ask(config=checkpointed, length=2048).needed_bytes
+    assert remedy(length=2048, gpu_room=needed - MIB // 4, config=checkpointed) == "chunk_size=1024"
+    small = Config(chunk_size=512, checkpoint_layers=True)
+    assert remedy(length=512, gpu_room=8 * MIB, config=small) == 'param_grad_dtype="param"'
+    assert remedy(length=512, gpu_room=3 * MIB, config=small) == "LoRA instead of full training"
+    adapted = replace(TINY, has_adapters=True, itemsize=4)
+    tight = {"facts": adapted, "length": 100_000, "config": Config(chunk_size=512, gpu_memory=0, keep_attention=False)}
+    sizes, needed = bytes_of(ask(**tight), HOST), ask(**tight).needed_bytes
+    # No page fits on the GPU either way.
+    tight |= {"config": Config(chunk_size=512, checkpoint_layers=True), "gpu_room": needed + MIB}
+    assert remedy(**tight, host_room=int(sizes / 0.9 * 0.8)) == 'grad_dtype="bfloat16"'
+    assert remedy(**tight, host_room=int(sizes * 0.6)).endswith('kv_dtype="bfloat16" together')
+    nothing = refusal(facts=replace(adapted, itemsize=2), gpu_room=100 * MIB, host_room=0, length=10**8)
+    assert "No setting helps: shorten the context" in nothing
+    assert "a larger GPU" in refusal(facts=replace(adapted, itemsize=2), gpu_room=MIB, length=512)
+    assert "parameter gradients 8.0 MiB, activations of a chunk" in refusal(gpu_room=MIB, length=512)
+
+
+def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
+    def seconds(facts: ModelFacts, **changes: Any) -> float:
+        options = {"gpu_memory": "100GiB", "chunk_size": 4096, "keep_attention": False, **changes}
+        plan = forecast(facts, Config(**options), replace(H200, host_bytes=2**50), length=2**17, optimizer="none")
+        assert plan.fits and plan.seconds is not None
+        return plan.seconds
+
+    full = facts_for("qwen2.5-7b")
+    assert seconds(replace(full, trained_matrix_elements=0)) < seconds(full)
+    windowed = replace(full, layers=tuple(replace(layer, window=4096) for layer in full.layers))
+    assert seconds(windowed) < 0.5 * seconds(full)
+    # With long chunks the arithmetic hides the copies; with short ones the copies are what takes the time.
+    assert seconds(full, gpu_memory=0) == pytest.approx(seconds(full), rel=0.01)
+    assert seconds(full, gpu_memory=0, chunk_size=256) > 2 * seconds(full, chunk_size=256)
+    slow = forecast(full, Config(), machine_named("rtx-4090", 2**40), length=2**17)
+    assert slow.seconds is not None and not slow.machine.is_measured
+    assert forecast(full, Config(), Machine(gpu_bytes=2**37, host_bytes=2**37), length=2**17).seconds is None
+
+
+def test_forecast_counts_what_a_training_run_holds() -> None:
+    full = facts_for("qwen2.5-7b")
+    plans = {name: forecast(full, Config(), H200, length=2**15, optimizer=name) for name in forecasting.STATE_BYTES}
+    sizes = {name: plan.peak_gpu_bytes - plan.placement.gpu_bytes for name, plan in plans.items()}
+    assert sizes["adamw"] - sizes["none"] == 2 * full.grad_bytes
+    assert sizes["adamw_8bit"] - sizes["none"] == full.grad_bytes == sizes["momentum"] - sizes["sgd"]
+    # A quarter of an 80 GiB card is less than float32 sums take.
+    assert not forecast(full, Config(), machine_named("H100", 2**37), length=2**15).float32_sums
+    with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
+        forecast(full, Config(), H200, length=2**15, optimizer="lion")
+    with pytest.raises(ValueError, match="2 tokens or more"):
+        forecast(full, Config(), H200, length=1)
+    with pytest.raises(ValueError, match="no GPU called 'H2000' is known"):
+        machine_named("H2000", 0)
+
+
+@pytest.mark.parametrize("name", SOME_FAMILIES)
+def test_facts_are_those_of_the_tensors(name: str) -> None:
+    from oomb.model import CausalLM
+
+    model = build(name, dtype=torch.float32)
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    attention = model.config._attn_implementation
+    facts = facts_of(model)
+    assert model.config._attn_implementation == attention
+    assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
+    assert facts.weight_bytes == sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    assert facts.grad_bytes == facts.wide_grad_bytes == 4 * facts.trainable_elements and facts.float32_sum_bytes == 0
+    assert (facts.itemsize, facts.hidden_size, facts.vocab_size) == (4, 48, SIZES["vocab_size"])
+    # What attention is really given.
+    lm = CausalLM(model)
+    seen: dict[int, LayerFacts] = {}
+
+    class Look:
+        def attend(self, layer: int, q: Any, k: Any, v: Any, sinks: Any, scale: Any, window: Any, softcap: Any) -> Any:
+            seen[layer] = LayerFacts(
+                num_kv_heads=k.shape[1],
+                head_size=k.shape[3],
+                value_size=v.shape[3],
+                num_query_heads=q.shape[1],
+                window=window,
+            )
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+    with torch.no_grad(), lm.running(Look(), 4, lm.state()):
+        lm.backbone(input_ids=torch.arange(3, 7)[None], use_cache=False)
+    assert facts.layers == tuple(seen[index] for index in sorted(seen))
+    with torch.device("meta"):
+        on_meta = build_on_meta(name)
+    assert facts_of(on_meta) == facts
+
+
+def build_on_meta(name: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(family.model_type, **{**SIZES, **family.config})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def test_facts_of_matrices() -> None:
+    from oomb.model import CausalLM
+
+    for name in ("llama", "llama_tied", "mixtral"):
+        model = build(name, dtype=torch.float32)
+        facts = facts_of(model)
+        from oomb.bench import step_flops
+
+        config = model.config
+        attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+        assert 6 * facts.active_matrix_elements == step_flops(CausalLM(model), 1) - attention
+    layer = build("llama", dtype=torch.float32).model.layers[0]
+    assert facts_of(build("llama")).layer_width == sum(sum(p.shape) for p in layer.parameters() if p.ndim == 2)
+    # Queries and output, keys and values, two experts of four, the router.
+    mixtral = facts_of(build("mixtral", dtype=torch.float32))
+    assert mixtral.layer_width == 2 * (48 + 48) + 2 * (48 + 16) + 2 * (48 + 128 + 64 + 48) + (48 + 4)
+
+
+def test_facts_of_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = facts_of(build("llama", dtype=torch.bfloat16))
+    model = get_peft_model(build("llama", dtype=torch.bfloat16), LoraConfig(r=4, target_modules="all-linear"))
+    facts = facts_of(model)
+    assert facts.has_adapters and not base.has_adapters
+    assert facts == facts_of(model.get_base_model())
+    assert facts.layers == base.layers and facts.head_grad_bytes == 0
+    assert facts.grad_bytes == facts.wide_grad_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert facts.trained_matrix_elements == facts.trainable_elements
+    assert facts.layer_width == 2 * base.layer_width + 7 * 2 * 4
+    assert base.float32_sum_bytes == 2 * base.grad_bytes
+
+
+def test_layers_by_the_config_alone() -> None:
+    for name in ("llama", "qwen2_sliding", "gemma3", "gpt_oss", "deepseek_v3"):
+        model = build(name, dtype=torch.float32)
+        assert config_layers(model.config) == attention_layers(model)
+
+
+def test_presets_plan_without_weights() -> None:
+    for name in presets.PRESETS:
+        assert facts_for(name).layers and facts_for(name).weight_bytes > 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("gpu_tokens", [0, 40, 1000])
+def test_the_engine_takes_what_was_planned(gpu_tokens: int, kept: bool) -> None:
+    from oomb.engine import Engine
+
+    model = build("llama", dtype=torch.float32)
+    row = 3 * 2 * 2 * row_bytes(2 * 2 * 8 * 4)
+    config = Config(chunk_size=16, page_size=8, gpu_memory=gpu_tokens * row, keep_attention=kept)
+    engine = Engine(model, config)
+    placement = engine.reserve(2, 100)
+    assert placement.capacity == 96 and placement.gpu_tokens == min(96, gpu_tokens)
+    engine.reset_stats()
+    engine.loss(torch.randint(3, 90, (2, 100))).backward()
+    assert (engine.stats.gpu_peak_bytes, engine.stats.host_peak_bytes) == (placement.gpu_bytes, placement.host_bytes)
+    assert (placement.host_bytes > 0) == (gpu_tokens < 96 or (kept and placement.gpu_out_tokens == 0))
