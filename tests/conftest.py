@@ -69,3 +69,20 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     load_model("demo", device="cpu", dtype="float32").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def tiers() -> Any:
+    """Page memory on the CPU."""
+    from oomb.memory import Tiers
+
+    return Tiers(torch.device("cpu"))
+
+
+@pytest.fixture(params=[7, 4 * 7], ids=["small segments", "large segments"])
+def segment_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One chunk of `stores`, or four."""
+    from oomb.memory import store as store_module
+
+    monkeypatch.setattr(store_module, "SEGMENT_SIZE", request.param)
+    return request.param

@@ -1,0 +1,257 @@
+"""Host memory, where it comes from and when it is refused; loads ahead of need, and the buffers they go through."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stores import CHUNK, CPU, B, D, K, V, fill, keys, layer_spec, make_store
+from torch import Tensor
+
+from oomb.memory import (
+    HOST,
+    OutOfPages,
+    Tiers,
+    free_gpu_bytes,
+    free_host_bytes,
+    slabs,
+)
+from oomb.memory import store as store_module
+from oomb.memory.slabs import HostSlab
+from oomb.memory.store import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND
+from oomb.memory.transfer import Copier, Load, Prefetcher, Ring
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_host_memory_is_that_of_the_control_group(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        1: {"memory/memory.limit_in_bytes": "5000", "memory/memory.usage_in_bytes": "1800"},
+        2: {"memory.max": "5000", "memory.current": "1800"},
+    }[version]
+    monkeypatch.setattr(slabs.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+
+    def read(path: Path) -> str:
+        try:
+            return files[str(path.relative_to("/sys/fs/cgroup"))] + "\n"
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert free_host_bytes() == 3200
+    files.update({name: "9000" for name in files if "current" in name or "usage" in name})
+    assert free_host_bytes() == 0
+    files.update({name: "max" for name in files if "max" in name or "limit" in name})
+    assert free_host_bytes() == 10_000
+    files.clear()
+    assert free_host_bytes() == 10_000
+
+
+def test_nobody_counts_gpu_memory_on_a_cpu() -> None:
+    assert free_gpu_bytes(CPU) is None
+
+
+def refusing_mmap(*args: Any, **kwargs: Any) -> None:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def failing_kernel(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize("refuses", ["mmap", "pin"])
+def test_host_memory_refused_leaves_nothing(refuses: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {0: layer_spec()}
+    first = make_store(tiers, 2, layers=large)
+    before = tiers.used_bytes(HOST), +tiers.promised, tiers.idle_bytes(HOST)
+    if refuses == "mmap":
+        monkeypatch.setattr(mmap, "mmap", refusing_mmap)
+        message = r"refused 4\.0 GiB of host memory \(.*Cannot allocate memory\): lower host_memory or the context"
+    else:
+        # As if there were a GPU, whose driver refuses.
+        real = HostSlab
+        monkeypatch.setattr(slabs, "HostSlab", lambda num_bytes, device: real(num_bytes, torch.device("cuda")))
+        monkeypatch.setattr(Tensor, "zero_", lambda self: self)  # touching it takes seconds
+        driver = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        monkeypatch.setattr(torch, "zeros", failing_kernel)
+        message = r"4\.0 GiB of host memory could not be pinned \(2\): lower host_memory or the context, or raise"
+    with pytest.raises(OutOfPages, match=message):
+        make_store(tiers, 2**31 // large[0].kv.num_bytes // CHUNK, layers=large)
+    tiers.collect()
+    assert (tiers.used_bytes(HOST), +tiers.promised, tiers.idle_bytes(HOST)) == before
+    monkeypatch.undo()
+    fill(first)
+    second = make_store(tiers, 3, layers=large)
+    k, *_ = fill(second)[0]
+    assert torch.equal(keys(second, 21), k[:, :, :21])
+
+
+@pytest.mark.gpu
+def test_a_failed_pin_is_not_the_failure_of_a_later_call() -> None:
+    device = torch.device("cuda")
+    slab = HostSlab(2**20, device)
+    with pytest.raises(OutOfPages, match="could not be pinned"):
+        slabs.pin(slab.bytes, device)  # it is already
+    assert torch.ones(1000, device=device).sum().item() == 1000
+
+
+@pytest.mark.gpu
+def test_pinned_slabs_come_and_go() -> None:
+    device = torch.device("cuda")
+    for _ in range(3):
+        slab = HostSlab(2**20, device)
+        assert slab.bytes.is_pinned() and not slab.bytes.any()
+        del slab
+        gc.collect()
+
+
+class CountingCopier(Copier):
+    """Notes every load, and how many are on their way or in use."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.sources: list[int] = []
+
+    def load(self, copies: Any, after: Any = ()) -> Any:
+        self.sources += [int(src[0]) for _, src in copies]
+        return super().load(copies, after)
+
+
+def loads_of(ring: Ring, names: Any) -> list[Load]:
+    return [Load(("test", name), ring, ((0, torch.full((4,), name, dtype=torch.uint8)),)) for name in names]
+
+
+def ring_of(num_slots: int) -> Ring:
+    return Ring(num_slots, torch.zeros(4 * num_slots, dtype=torch.uint8))
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=20))
+def test_loads_run_ahead_as_far_as_there_are_buffers(which: list[int]) -> None:
+    """Two rings; what is asked for is what was forecast. Nothing is loaded twice, and all but one buffer are ahead."""
+    copier = CountingCopier()
+    prefetcher, rings = Prefetcher(copier), (ring_of(3), ring_of(2))
+    loads = [load for name, index in enumerate(which) for load in loads_of(rings[index], [name])]
+    prefetcher.expect(iter(loads))
+    for done, load in enumerate(loads):
+        slot = prefetcher.take(load)
+        assert (slot.bytes == done).all()
+        ahead = copier.sources[done + 1 :]
+        assert copier.sources == list(range(len(copier.sources)))
+        for ring, size in zip(rings, (3, 2), strict=True):
+            in_flight = sum(loads[name].ring is ring for name in [done, *ahead])
+            assert in_flight <= size and len(ring.free) == size - in_flight
+        blocked = len(copier.sources) < len(loads)
+        assert not blocked or not loads[len(copier.sources)].ring.free, "a buffer lies idle"
+        prefetcher.give(load.ring, slot, None)
+    assert [len(ring.free) for ring in rings] == [3, 2]
+
+
+def test_an_unexpected_request_is_served_and_drops_the_forecast() -> None:
+    copier, ring = CountingCopier(), ring_of(3)
+    prefetcher = Prefetcher(copier)
+    expected = loads_of(ring, range(10, 20))
+    prefetcher.expect(expected)
+    assert copier.sources == [10, 11, 12] and not ring.free
+    slot = prefetcher.take(loads_of(ring, [7])[0])
+    assert (slot.bytes == 7).all()
+    assert copier.sources == [10, 11, 12, 7] and len(ring.free) == 2
+    prefetcher.give(ring, slot, None)
+    assert copier.sources == [10, 11, 12, 7], "the forecast is gone"
+    slot = prefetcher.take(expected[0])
+    assert (slot.bytes == 10).all()
+    prefetcher.give(ring, slot, None)
+    assert len(ring.free) == 3 and len(set(map(id, ring.free))) == 3
+
+
+def test_the_forecast_of_one_sequence_does_not_serve_another(tiers: Tiers) -> None:
+    first, second = (make_store(tiers, layers={0: layer_spec()}) for _ in range(2))
+    fill(first)
+    k, *_ = fill(second)[0]
+    first.expect_forward(35, 42, kept=False)
+    assert tiers.prefetcher._issued
+    assert torch.equal(keys(second, 35), k[:, :, :35])
+
+
+def test_a_new_forecast_takes_the_place_of_the_old() -> None:
+    copier, ring = CountingCopier(), ring_of(2)
+    prefetcher = Prefetcher(copier)
+    prefetcher.expect(loads_of(ring, range(5)))
+    prefetcher.expect(loads_of(ring, [8, 9]))
+    assert copier.sources == [0, 1, 8, 9]
+    for name in (8, 9):
+        slot = prefetcher.take(loads_of(ring, [name])[0])
+        assert (slot.bytes == name).all()
+        prefetcher.give(ring, slot, None)
+    assert len(ring.free) == 2
+
+
+def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load is forecast, in the right order: `forget` finds nothing on its way."""
+    monkeypatch.setattr(store_module, "SEGMENT_SIZE", CHUNK)
+    store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()}, gpu_tokens=4, keeps=True)
+    fill(store)
+    dropped = []
+    forget = tiers.prefetcher.forget
+    monkeypatch.setattr(
+        tiers.prefetcher,
+        "forget",
+        lambda: (dropped.extend(load.key for load, *_ in tiers.prefetcher._issued), forget()),
+    )
+    taken, take = [], tiers.prefetcher.take
+    monkeypatch.setattr(tiers.prefetcher, "take", lambda load: (taken.append(load.key), take(load))[1])
+    for start in (35, 28, 14, 7, 0):
+        end = start + CHUNK
+        store.expect_forward(start, end, kept=False)
+        for layer in store.layers:
+            list(store.past(layer, start, end).segments(max(0, start - 8) if layer == 0 and end > 9 else 0))
+        store.expect_forward(start, end, kept=True)
+        for layer in store.layers:
+            if store.kept(layer, start, end) is None:
+                list(store.past(layer, start, end).segments(max(0, start - 8) if layer == 0 and end > 9 else 0))
+        store.expect_backward(start, end, kept=True)
+        for layer in (1, 0):
+            store.kept(layer, start, end)
+            past, first = store.past(layer, start, end), max(0, start - 8) if layer == 0 and end > 9 else 0
+            k_and_v = []
+            for at, k, v in past.segments(first):
+                if layer == 1:
+                    past.add_grad(at, k, v)
+                k_and_v.append((k.clone(), v.clone()))
+            if layer == 0 and k_and_v:
+                past.add_grad(first, *(torch.cat(x, 2) for x in zip(*k_and_v, strict=True)))
+            past.with_later(torch.zeros(B, K, CHUNK, D), torch.zeros(B, K, CHUNK, V))
+    assert len(taken) > 50 and not dropped
+    for ring in tiers.rings.values():
+        assert len(ring.free) == ring.num_bytes // ring.slot_bytes
+
+
+@pytest.mark.parametrize("how", ["raises", "stops"])
+def test_buffers_are_not_lost_by_a_consumer_who_leaves(how: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SEGMENT_SIZE", CHUNK)
+    store = make_store(tiers)
+    k, *_ = fill(store)[0]
+
+    def consume() -> None:
+        for start, *_ in store.segments(0, 0, 35):
+            if start >= 7:
+                if how == "stops":
+                    return
+                raise RuntimeError("in the middle")
+
+    for _ in range(2 * NUM_AHEAD):
+        store.expect_forward(35, 42, kept=False)
+        try:
+            consume()
+        except RuntimeError as error:
+            assert str(error) == "in the middle"
+        gc.collect()
+    tiers.prefetcher.forget()
+    assert [len(tiers.rings[name].free) for name in (KV, GRAD, NEW)] == [NUM_AHEAD, NUM_AHEAD, NUM_BEHIND]
+    assert torch.equal(keys(store, 35), k[:, :, :35])
