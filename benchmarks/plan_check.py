@@ -12,7 +12,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 from oomb import metrics
-from oomb.config import Config
+from oomb.config import Config, parse_bytes
 from oomb.engine import Engine
 from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast
@@ -44,14 +44,16 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     ),
     "lora": (True, {"chunk_size": 4096, "checkpoint_layers": False}),
     "lora-lean": (True, {"chunk_size": 4096, "checkpoint_layers": True}),
+    "lora-default": (True, {"keep_attention": "auto"}),
 }
-"""Whether LoRA is trained, and the settings. All that "auto" could choose differently is named."""
+"""Whether LoRA is trained, and the settings."""
 PLACES: dict[str, dict[str, Any]] = {
     "gpu": {"gpu_memory": "1TiB", "host_memory": 0},
     "half": {},
     "host": {"gpu_memory": 0, "host_memory": "auto"},
+    "auto": {},
 }
-"""All pages on the GPU; the older half of them; none."""
+"""All pages on the GPU; the older half of them; none; as the plan decides."""
 TOLERANCE = 0.03
 
 
@@ -89,10 +91,15 @@ def main(
     cases: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = ",".join(CASES),
     places: Annotated[str, typer.Option(help=f"Some of {', '.join(PLACES)}.")] = "gpu,host",
     model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = "qwen2.5-7b",
+    limit: Annotated[str | None, typer.Option(help="Hold the process to so much GPU memory, as in 24GiB.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/plan_check.json"),
 ) -> None:
     console = Console(width=150)
     machine = find_machine(None, None)
+    if limit is not None:
+        share = parse_bytes(limit) / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(share)
+        machine = replace(machine, gpu_bytes=parse_bytes(limit))
     chosen = parse_list(cases, str.strip)
     rows: list[Row] = []
     for lora in (False, True):
@@ -115,7 +122,7 @@ def main(
         del network, compiled
         clear()
     out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"model": model, "machine": metrics.machine(), "rows": [asdict(row) for row in rows]}
+    report = {"model": model, "machine": metrics.machine(), "limit": limit, "rows": [asdict(row) for row in rows]}
     out.write_text(json.dumps(report, indent=1) + "\n")
     console.print(table(rows))
     console.print(f"written to {out}")
