@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from oomb.config import Config
     from oomb.engine import Engine
+    from oomb.memory import OutOfPages
     from oomb.model import UnsupportedModelError
     from oomb.trainer import Trainer
 
@@ -17,11 +18,12 @@ __version__ = "0.1.0"
 _HOME = {
     "Config": "oomb.config",
     "Engine": "oomb.engine",
+    "OutOfPages": "oomb.memory",
     "Trainer": "oomb.trainer",
     "UnsupportedModelError": "oomb.model",
 }
 
-__all__ = ["Config", "Engine", "Trainer", "UnsupportedModelError", "__version__"]
+__all__ = ["Config", "Engine", "OutOfPages", "Trainer", "UnsupportedModelError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,8 +37,8 @@ class Budget:
 
     def __init__(self, model: CausalLM, config: Config) -> None:
         self.model, self.config = model, config
-        self.has_stepped = False
-        """Whether a gradient pass has come to its end: from then on optimizer states are there, if there are any."""
+        self._versions: list[int] | None = None
+        """Of the trainable parameters after the first gradient pass."""
         self._tiers: Tiers | None = None
         self._shapes: dict[tuple[Any, ...], dict[int, LayerShape]] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
@@ -49,6 +49,18 @@ class Budget:
             self._tiers = Tiers(self.model.device)
             self._placements.clear()
         return self._tiers
+
+    def note_gradients(self) -> None:
+        """A gradient pass has come to its end."""
+        self._versions = self._versions or self._parameter_versions()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has changed the parameters: from then on its states are there."""
+        return self._versions is not None and self._versions != self._parameter_versions()
+
+    def _parameter_versions(self) -> list[int]:
+        return [p._version for p in self.model.parameters() if p.requires_grad]
 
     @property
     def stats(self) -> Stats:
@@ -62,7 +74,7 @@ class Budget:
         )
 
     def open(
-        self, *, batch_size: int, length: int, trains: bool, seed: int, fused: bool, float32_sums: bool
+        self, *, batch_size: int, length: int, trains: bool, fused: bool, float32_sums: bool
     ) -> tuple[Placement, PageStore]:
         """The pages for a batch of `length` tokens, and what was decided about it. Must be called while the model is
         running. Raises `OutOfPages`, with the numbers, if it cannot be done.
@@ -75,13 +87,13 @@ class Budget:
         if key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
-                return self._placements[key], self._pages(self._placements[key], layers, trains, seed)
+                return self._placements[key], self._pages(self._placements[key], layers, trains)
         placement = self._place(shapes, batch_size, length, trains, fused, float32_sums)
-        store = self._pages(placement, layers, trains, seed)
+        store = self._pages(placement, layers, trains)
         self._placements[key] = placement
         return placement, store
 
-    def _pages(self, placement: Placement, layers: dict[int, LayerSpec], trains: bool, seed: int) -> PageStore:
+    def _pages(self, placement: Placement, layers: dict[int, LayerSpec], trains: bool) -> PageStore:
         return PageStore(
             self.tiers,
             layers,
@@ -92,7 +104,6 @@ class Budget:
             gpu_out_tokens=placement.gpu_out_tokens,
             keeps=placement.keep_attention,
             trains=trains,
-            seed=seed,
         )
 
     def _layer_shapes(self) -> dict[int, LayerShape]:
@@ -121,11 +132,14 @@ class Budget:
                 value_size=shape.value_size,
                 num_query_heads=shape.num_query_heads,
                 window=shape.window,
+                itemsize=shape.dtype.itemsize,
             )
             for shape in shapes.values()
         )
         facts = facts_of(self.model.lm, layers)
-        gpu_room = free_gpu_bytes(self.model.device)
+        gpu_room, host_room = free_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
+        if gpu_room is None:  # on a CPU all is one memory
+            host_room += self.tiers.idle_bytes(GPU)
         return decide(
             facts,
             self.config,
@@ -135,7 +149,7 @@ class Budget:
             float32_sums=float32_sums,
             fused=fused,
             gpu_room=None if gpu_room is None else gpu_room + self.tiers.idle_bytes(GPU),
-            host_room=free_host_bytes() + self.tiers.idle_bytes(HOST),
+            host_room=host_room,
             missing_grad_bytes=pending_bytes(self.model.parameters(), float32_sums) if trains else 0,
             # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
             optimizer_bytes=0 if self.has_stepped or not trains else 2 * facts.grad_bytes,

@@ -337,7 +337,7 @@ def plan(
         from oomb import planner
 
         if plot is not None:
-            planner.check_plotting()
+            planner.check_plotting(plot)
         forecast = planner.plan(
             model_name_or_path,
             length,

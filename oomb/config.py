@@ -45,7 +45,8 @@ class Config:
 
     checkpoint_layers: bool | Literal["auto"] = "auto"
     """Recompute each layer in the backward of a chunk instead of keeping its activations (attention outputs are
-    always kept). "auto": when a chunk's activations would not fit in free GPU memory."""
+    always kept). "auto": when a chunk's activations would not fit in free GPU memory, or nothing else would beside
+    them."""
 
     keep_last_chunk: bool | Literal["auto"] = "auto"
     """Keep the last chunk's activations from the fill pass, which saves its recomputation. "auto": when layers are not
@@ -101,6 +102,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         for suffix, base in (("", 1024), ("IB", 1024), ("B", 1000))
     }
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper())
-    if isinstance(size, bool) or match is None or match[2] not in units:
-        raise ValueError(f'{name} is {size!r}; it must be "auto", a number of bytes, or a size such as "24GiB"')
+    is_part = match is not None and "." in match[1] and not match[2]
+    if isinstance(size, bool) or match is None or match[2] not in units or is_part:
+        raise ValueError(f'{name} is {size!r}; it must be "auto", a whole number of bytes, or a size such as "24GiB"')
     return int(float(match[1]) * units[match[2]])

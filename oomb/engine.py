@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -28,7 +28,7 @@ from oomb.grads import collecting, float32_sums_fit, refuse_hooks
 from oomb.inputs import Batch
 from oomb.loss import IGNORED, TiledHead
 from oomb.memory import PageStore
-from oomb.model import CausalLM, callers_autocast
+from oomb.model import CausalLM, callers_autocast, one_at_a_time
 from oomb.plan import Placement
 
 RECOMPILE_LIMIT = 64
@@ -59,12 +59,16 @@ class Engine:
         return self.budget.stats
 
     def reset_stats(self) -> None:
+        """Counts from zero again."""
         self.budget.tiers.reset_counters()
 
     def reserve(self, batch_size: int, length: int) -> Placement:
         """Takes the memory that training on such a batch will need, or says why it can't. Calls do this by themselves;
         before a long run it is worth a few seconds to know."""
-        ids = torch.zeros(batch_size, length, dtype=torch.long)
+        for name, value in (("batch_size", batch_size), ("length", length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        ids = torch.zeros(1, 1, dtype=torch.long).expand(batch_size, length)
         sequence = Sequence(self, Batch(ids=ids, targets=ids), trains=True)
         try:
             return sequence.open()
@@ -80,6 +84,11 @@ class Engine:
         if self.config.param_grad_dtype == "auto":
             return float32_sums_fit(self.model.parameters(), self.model.device)
         return self.config.param_grad_dtype == "float32"
+
+    def release(self) -> None:
+        """Gives back the memory that is held for the pages of later calls. The next call takes it anew."""
+        with one_at_a_time:
+            self.budget.tiers.release()
 
     def loss(
         self,
@@ -149,8 +158,8 @@ class Sequence:
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
         self.index, (self.start, self.end) = 0, self.bounds[0]
-        # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
-        self.seed = int(torch.randint(2**62, ())) if self.model.draws_random_numbers() else None
+        self.is_random = self.model.draws_random_numbers()
+        self.seed: int | None = None
         self.autocast = callers_autocast(self.model.device.type)
         self.model_state = self.model.state()
         self.store: PageStore | None = None
@@ -162,13 +171,11 @@ class Sequence:
 
     def open(self) -> Placement:
         """Decides what is kept and where, and takes the memory for it: all of it or none."""
-        with self._running():
+        with self._running(), self._random_numbers_untouched():
             placement, self.store = self.engine.budget.open(
                 batch_size=len(self.batch.ids),
                 length=self.bounds[-1][1],
                 trains=self.trains,
-                # Gradients at rest are rounded at random: anew for other tokens, and alike for the same.
-                seed=crc32(self.batch.ids.numpy().tobytes()),
                 fused=self.engine.fuse,
                 float32_sums=self.engine.sums_in_float32,
             )
@@ -178,8 +185,9 @@ class Sequence:
 
     def close(self) -> None:
         """Gives all memory back."""
-        if self.store is not None:
-            self.store.close()
+        with one_at_a_time:
+            if self.store is not None:
+                self.store.close()
         self.last_hidden = None
         self.kept_attention.clear()
 
@@ -187,6 +195,11 @@ class Sequence:
         """Fill pass. Returns log-probabilities [B, T] of the targets."""
         last, logp = len(self.bounds) - 1, []
         self.open()
+        assert self.store is not None
+        # Gradients at rest are rounded at random: anew for other tokens, and alike for the same.
+        self.store.seed = crc32(self.batch.ids.numpy().tobytes())
+        # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
+        self.seed = int(torch.randint(2**62, ())) if self.is_random else None
         try:
             with self._running():
                 for index in self._walk("fill", range(last + 1)):
@@ -195,6 +208,7 @@ class Sequence:
                     if keep:
                         self.last_hidden, self.engine.keeper = hidden, weakref.ref(self)
                     logp.append(self.engine.head.logprobs(hidden, self._targets(), self._is_fused()))
+                self.engine.budget.tiers.leave()
         except BaseException:
             self.close()
             raise
@@ -224,7 +238,7 @@ class Sequence:
                         torch.autograd.backward(hidden, dhidden)
                     self.kept_attention.clear()
                     self.store.cut(self.start)
-            self.engine.budget.has_stepped = True
+            self.engine.budget.note_gradients()
         finally:
             self.close()
 
@@ -296,8 +310,11 @@ class Sequence:
             stack.enter_context(self.model.running(self, self.batch.ids.shape[1], self.model_state))
             stack.enter_context(self.autocast)
             if self.seed is not None:
-                device = self.model.device
-                stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+                stack.enter_context(self._random_numbers_untouched())
             if self.engine.fuse:
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT))
             yield
+
+    def _random_numbers_untouched(self) -> AbstractContextManager[None]:
+        device = self.model.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])

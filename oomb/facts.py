@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from oomb.model import learned_positions
 from oomb.plan import LayerFacts, ModelFacts
 
 RECORDER_NAME = "oomb_recorder"
@@ -53,6 +54,7 @@ def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None) -> 
         active_matrix_elements=active,
         trained_matrix_elements=trained,
         trainable_elements=sum(p.numel() for p in trainable),
+        num_positions=learned_positions(getattr(lm, lm.base_model_prefix), config),
     )
 
 

@@ -7,12 +7,14 @@ the vendors' figures for bfloat16, which is a guess and is called one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from oomb.config import Config
 from oomb.memory import GPU, HOST
-from oomb.plan import GIB, ModelFacts, Placement, Request, Term, advice, longest_context, place
+from oomb.metrics import GIB
+from oomb.plan import ModelFacts, Placement, Request, Term, advice, host_budget, longest_context, place
 
 PEAK_TFLOPS = {
     "B200": 2250,
@@ -24,7 +26,7 @@ PEAK_TFLOPS = {
     "RTX 4090": 165,
     "RTX 3090": 71,
 }
-"""Dense bfloat16 rates by the vendors' datasheets. The names are looked up in the device's name."""
+"""Dense bfloat16 rates by the vendors' datasheets. The words of a name are looked up in the device's name."""
 CARDS = {
     "B200": 178.0,
     "H200": 139.8,
@@ -37,6 +39,8 @@ CARDS = {
     "RTX 3090": 23.6,
 }
 """GiB of well-known cards as PyTorch sees them, which is less than the name says."""
+OTHER_WORDS = {"nvidia", "geforce", "tesla", "gpu", "sxm", "sxm4", "sxm5", "pcie", "hbm2", "hbm2e", "hbm3", "hbm3e"}
+"""Those that a driver puts around a card's name. Any other (Laptop, NVL) makes it another card."""
 
 MATRIX_TFLOPS, FORWARD_TFLOPS, BACKWARD_TFLOPS = 575, 550, 525
 """Rates of matrix products and of attention's two directions. Fitted to eight steps of Qwen2.5-7B from 24,576 to
@@ -126,6 +130,16 @@ class Plan:
         """What PyTorch can hand out on this machine."""
         return usable_bytes(self.machine)
 
+    @property
+    def host_limit(self) -> int:
+        """What may be taken of the host's memory."""
+        return host_budget(self.config, self.machine.host_bytes)
+
+    @property
+    def page_limit(self) -> int:
+        """GPU memory that is left for what grows with the context."""
+        return max(0, self.gpu_limit - self.peak_gpu_bytes + self.placement.gpu_bytes)
+
 
 def forecast(
     facts: ModelFacts,
@@ -138,6 +152,30 @@ def forecast(
     trains: bool = True,
 ) -> Plan:
     """A step in the middle of training: the optimizer's states are there, the gradients of the last step are not."""
+    request = request_for(
+        facts, config, machine, batch_size=batch_size, length=length, optimizer=optimizer, trains=trains
+    )
+    placement, problem = place(request)
+    return Plan(
+        machine=machine,
+        config=config,
+        batch_size=batch_size,
+        length=length,
+        optimizer=optimizer,
+        float32_sums=request.float32_sums,
+        placement=placement,
+        terms=step_terms(request, placement),
+        seconds=predict_seconds(request, placement, machine),
+        longest_context=longest_context(request),
+        problem=problem,
+        advice=advice(request) if problem is not None else None,
+    )
+
+
+def request_for(
+    facts: ModelFacts, config: Config, machine: Machine, *, batch_size: int, length: int, optimizer: str, trains: bool
+) -> Request:
+    """What the planner is asked for such a step."""
     if optimizer not in STATE_BYTES:
         raise ValueError(f"unknown optimizer {optimizer!r}; its states are known for {', '.join(STATE_BYTES)}")
     if length < 2 or batch_size < 1:
@@ -146,12 +184,7 @@ def forecast(
     if config.param_grad_dtype == "auto":
         float32_sums = facts.missing_grad_bytes(True) <= SUMS_SHARE * machine.gpu_bytes
     states = STATE_BYTES[optimizer](facts) if trains else 0
-    fixed = [
-        Term(name="weights", tier=GPU, num_bytes=facts.weight_bytes),
-        Term(name="kernel workspaces", tier=GPU, num_bytes=WORKSPACE_BYTES),
-        Term(name="optimizer states", tier=GPU, num_bytes=states),
-    ]
-    request = Request(
+    return Request(
         facts=facts,
         config=config,
         batch_size=batch_size,
@@ -166,25 +199,20 @@ def forecast(
         state_bytes=states,
         optimizer_bytes=0,
     )
-    placement, problem = place(request)
-    return Plan(
-        machine=machine,
-        config=config,
-        batch_size=batch_size,
-        length=length,
-        optimizer=optimizer,
-        float32_sums=float32_sums,
-        placement=placement,
-        terms=tuple(term for term in (*fixed, *placement.terms) if term.num_bytes),
-        seconds=predict_seconds(request, placement, machine),
-        longest_context=longest_context(request),
-        problem=problem,
-        advice=advice(request) if problem is not None else None,
-    )
+
+
+def step_terms(request: Request, placement: Placement) -> tuple[Term, ...]:
+    """Every use of memory of a step."""
+    fixed = [
+        Term(name="weights", tier=GPU, num_bytes=request.facts.weight_bytes),
+        Term(name="kernel workspaces", tier=GPU, num_bytes=WORKSPACE_BYTES),
+        Term(name="optimizer states", tier=GPU, num_bytes=request.state_bytes),
+    ]
+    return tuple(term for term in (*fixed, *placement.terms) if term.num_bytes)
 
 
 def usable_bytes(machine: Machine) -> int:
-    return int(machine.gpu_bytes * (1 - ALLOCATOR_SHARE)) - CONTEXT_BYTES
+    return max(0, int(machine.gpu_bytes * (1 - ALLOCATOR_SHARE)) - CONTEXT_BYTES)
 
 
 def predict_seconds(request: Request, placement: Placement, machine: Machine) -> float | None:
@@ -245,12 +273,7 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
     for (kv, grad, out), layer in zip(request.rows(), request.facts.layers):
-        # Tokens on the host that a chunk reads, over all chunks.
-        seen = sum(
-            start - max(first, start - layer.window if layer.window is not None else 0)
-            for start in range(chunk, placement.capacity + 1, chunk)
-            if start > first
-        )
+        seen = _tokens_read(chunk, placement.capacity, first, layer.window)
         fill_loads += kv * seen
         fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
         if request.trains:
@@ -259,16 +282,35 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     return (fill_loads, grad_loads), (fill_stores, grad_stores)
 
 
+def _tokens_read(chunk: int, capacity: int, first: int, window: int | None) -> int:
+    """Tokens from `first` on that chunks read, over all chunks: of those before a chunk at most `window`, if any."""
+    before, last = first // chunk, capacity // chunk
+    full = last if window is None else max(before, min(last, (first + window) // chunk))
+    # Chunk k, for k in (before, full], reads k * chunk - first tokens; those after it read the window.
+    rising = chunk * (full * (full + 1) - before * (before + 1)) // 2 - first * (full - before)
+    return max(0, rising) + (window or 0) * max(0, last - full)
+
+
 def machine_named(gpu: str, host_bytes: int) -> Machine:
-    """A well-known card by its name, as in "H200", "a100-80gb" or "RTX 4090"."""
+    """A well-known card by its name, as in "H200", "a100-80gb", "RTX 4090" or "NVIDIA H100 80GB HBM3"."""
     for name, size in CARDS.items():
-        if _plain(name) in (_plain(gpu), _plain(gpu).removeprefix("nvidia")):
+        others = _words(gpu) - _words(name)
+        # What a name says of the memory is more than PyTorch sees.
+        sizes = {
+            word for word in others if re.fullmatch(r"\d+gb", word) and 0.9 * int(word[:-2]) < size < int(word[:-2])
+        }
+        is_name = _words(name) <= _words(gpu) and others <= sizes | OTHER_WORDS
+        if is_name or _plain(name) in (_plain(gpu), _plain(gpu).removeprefix("nvidia")):
             return Machine(gpu_bytes=int(size * GIB), host_bytes=host_bytes, gpu_name=name)
     raise ValueError(f"no GPU called {gpu!r} is known; name one of {', '.join(CARDS)}, or its memory, as in 24GiB")
 
 
 def _look_up(gpu_name: str | None, names: Iterable[str]) -> str | None:
-    return next((name for name in names if gpu_name is not None and name in gpu_name), None)
+    return next((name for name in names if gpu_name is not None and _words(name) <= _words(gpu_name)), None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def _plain(name: str) -> str:

@@ -74,7 +74,8 @@ class ModelState:
     adapters: list[tuple[Any, ...]]
 
 
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
+"""Held while a pass runs, and while its memory is taken or given back."""
 _running: Pass | None = None
 """The pass whose chunk is being computed. A plain global, because autograd may recompute a layer on another thread."""
 
@@ -126,7 +127,7 @@ class CausalLM:
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
         self.layers = _decoder_layers(self.lm, self.backbone, self.config.num_hidden_layers)
         self.pad_token_id = _own_pad_token(self.config)
-        self.num_positions = _learned_positions(self.backbone, self.config)
+        self.num_positions = learned_positions(self.backbone, self.config)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
         self.total_length = 0
         self._windows: dict[int, int | None] | None = None
@@ -214,7 +215,7 @@ class CausalLM:
                 f"the model's {what} changed between the loss and its backward, so its gradients would be of neither: "
                 "call backward before the optimizer steps or adapters are switched"
             )
-        with _one_at_a_time, ExitStack() as undo:
+        with one_at_a_time, ExitStack() as undo:
             for module, mode, mode_now in zip(self.lm.modules(), state.modes, now.modes, strict=True):
                 if mode != mode_now:
                     undo.callback(setattr, module, "training", mode_now)
@@ -310,7 +311,7 @@ def _own_pad_token(config: Any) -> int | None:
     return None if pad in (config.bos_token_id, *eos) else pad
 
 
-def _learned_positions(backbone: nn.Module, config: Any) -> int | None:
+def learned_positions(backbone: nn.Module, config: Any) -> int | None:
     """How many positions a table of the model holds; None if it computes them."""
     tables = {name.rsplit(".", 1)[-1] for name, module in backbone.named_modules() if isinstance(module, nn.Embedding)}
     return config.max_position_embeddings if tables & {"wpe", "embed_positions", "position_embeddings"} else None

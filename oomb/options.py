@@ -105,7 +105,7 @@ Gpu = Annotated[
 Host = Annotated[
     str | None,
     typer.Option(
-        "--host", help="Host memory that is free there, as in 64GiB. Default: this machine's.", rich_help_panel=MACHINE
+        "--host", help="Host memory that is free there, as in 64GiB. auto: this machine's.", rich_help_panel=MACHINE
     ),
 ]
 OptimizerStates = Annotated[

@@ -1,23 +1,23 @@
 """What a sequence will take, and where it goes, before anything is allocated: pure arithmetic on a model's shape.
 
 `decide` places what grows with the context (pages of K, V and their gradients, kept attention outputs) in the two tiers
-and settles what the config leaves to "auto". The engine calls it with the memory that is really free, `oomb.forecast`
-with that of a machine which need not be here.
+and settles what is left to "auto": for the engine by what is really free, for `oomb.forecast` on any machine.
 
-Constants say which measurement they come from: one H200, PyTorch 2.11, bfloat16, batch 1, three chunks, peaks of
-torch.cuda.max_memory_allocated. tests/test_plan.py holds the sums to the measured peaks.
+Constants name their measurements: peaks of torch.cuda.max_memory_allocated on one H200, PyTorch 2.11, bfloat16, batch
+1, three chunks. tests/test_plan.py holds the sums to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from oomb.config import Config, parse_bytes
 from oomb.memory import GPU, HOST, OutOfPages, row_bytes, staging_bytes
+from oomb.metrics import GIB, gib
 
-GIB = 1 << 30
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 PLAIN_TILE, FUSED_TILE = 2**26, 5 * 2**26
@@ -57,6 +57,8 @@ class LayerFacts:
     value_size: int
     num_query_heads: int
     window: int | None = None
+    itemsize: int | None = None
+    """Bytes per number in which attention computes, as autocast has it; None: the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class ModelFacts:
     """Elements of the matrices that a token is multiplied with."""
     trained_matrix_elements: int
     trainable_elements: int
+    num_positions: int | None = None
+    """How many positions the model has learned; None if it computes them."""
 
     def missing_grad_bytes(self, float32_sums: bool) -> int:
         """What a gradient pass takes for parameter gradients when none exists yet."""
@@ -156,13 +160,12 @@ class Request:
     host_room: int
     missing_grad_bytes: int
     optimizer_bytes: int
-    keeps_other_chunk: bool = False
     state_bytes: int = 0
     """Optimizer states that exist and are not yet taken off `gpu_room`."""
 
     @property
     def room(self) -> float:
-        """Bytes that this step may take on the model's device."""
+        """Bytes that this step may take on the model's device; of a CPU only what grows with the context is bounded."""
         return float("inf") if self.gpu_room is None else float(self.gpu_room - self.state_bytes)
 
     @property
@@ -179,19 +182,12 @@ class Request:
         """Compiled code serves full chunks."""
         return self.fused and self.length >= self.config.chunk_size
 
-    @property
-    def host_budget(self) -> int:
-        if self.config.host_memory == "auto":
-            return int(MARGIN * self.host_room)
-        return min(self.host_room, parse_bytes(self.config.host_memory))
-
     def rows(self) -> list[tuple[int, int, int]]:
         """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
-        size = self.facts.itemsize
-        kv = ITEMSIZES.get(self.config.kv_dtype, size)
-        grad = ITEMSIZES.get(self.config.grad_dtype, size)
         found = []
         for layer in self.facts.layers:
+            size = layer.itemsize or self.facts.itemsize
+            kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
             heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
             found.append(
                 (
@@ -201,6 +197,11 @@ class Request:
                 )
             )
         return found
+
+
+def host_budget(config: Config, room: int) -> int:
+    """What may be taken of `room` bytes of host memory."""
+    return int(MARGIN * room) if config.host_memory == "auto" else min(room, parse_bytes(config.host_memory))
 
 
 def decide(
@@ -216,7 +217,6 @@ def decide(
     host_room: int,
     missing_grad_bytes: int,
     optimizer_bytes: int,
-    keeps_other_chunk: bool = False,
 ) -> Placement:
     """Where everything goes, or `OutOfPages` with what is missing and what would help.
 
@@ -224,20 +224,7 @@ def decide(
     `missing_grad_bytes` are parameter gradients or sums that the gradient pass has to allocate, `optimizer_bytes` the
     states that come after it.
     """
-    request = Request(
-        facts=facts,
-        config=config,
-        batch_size=batch_size,
-        length=length,
-        trains=trains,
-        float32_sums=float32_sums,
-        fused=fused,
-        gpu_room=gpu_room,
-        host_room=host_room,
-        missing_grad_bytes=missing_grad_bytes,
-        optimizer_bytes=optimizer_bytes,
-        keeps_other_chunk=keeps_other_chunk,
-    )
+    request = Request(**locals())
     placement, problem = place(request)
     if problem is not None:
         raise OutOfPages(f"{problem} {advice(request)}")
@@ -252,10 +239,19 @@ def place(request: Request) -> tuple[Placement, str | None]:
         whole = sum(term.num_bytes for term in _needs(request, is_checkpointed=False, keeps=False))
         # What is decided for the first step holds for those after it, when optimizer states are there.
         is_checkpointed = whole > MARGIN * (request.room - request.optimizer_bytes)
-    is_asked = config.keep_attention is not False and request.trains and request.capacity > 0
-    if is_asked:
+        if not is_checkpointed:
+            (fast, problem), (lean, lean_problem) = (_place_outputs(request, lean) for lean in (False, True))
+            # Activations do not take what someone has set aside for pages.
+            is_fuller = lean_problem is None and lean.gpu_bytes > fast.gpu_bytes
+            is_checkpointed = problem is not None or (config.gpu_memory != "auto" and is_fuller)
+    return _place_outputs(request, is_checkpointed)
+
+
+def _place_outputs(request: Request, is_checkpointed: bool) -> tuple[Placement, str | None]:
+    """Attention outputs are kept if that is asked for, or if they fit."""
+    if request.config.keep_attention is not False and request.trains and request.capacity > 0:
         placement, problem = _place(request, is_checkpointed, keeps=True)
-        if problem is None or config.keep_attention is True:
+        if problem is None or request.config.keep_attention is True:
             return placement, problem
     return _place(request, is_checkpointed, keeps=False)
 
@@ -268,23 +264,13 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
     page_bytes, out_bytes = page * (kv_row + grad_row), num_pages * page * out_row if keeps else 0
     needs = _needs(request, is_checkpointed, keeps)
     needed = sum(term.num_bytes for term in needs)
-    widest = [max((row[field] for row in rows), default=0) for field in range(3)]
-    staging = staging_bytes(
-        kv_row=widest[0],
-        grad_row=widest[1],
-        out_row=widest[2],
-        chunk_size=config.chunk_size,
-        keeps=keeps,
-        trains=request.trains,
-    )
-
-    budget = _gpu_budget(request, needed, 0)
-    fits_gpu = num_pages * page_bytes + out_bytes <= budget
+    widest = dict(zip(("kv_row", "grad_row", "out_row"), map(max, zip(*rows))))
+    staging = staging_bytes(**widest, chunk_size=config.chunk_size, keeps=keeps, trains=request.trains)
+    fits_gpu = num_pages * page_bytes + out_bytes <= _gpu_budget(request, needed, 0)
     if fits_gpu:
         gpu_pages, gpu_out_tokens, staging = num_pages, capacity if keeps else 0, 0
     else:
-        budget = _gpu_budget(request, needed, staging)
-        gpu_pages, gpu_out_tokens = min(num_pages, int(budget // page_bytes)), 0
+        gpu_pages, gpu_out_tokens = min(num_pages, int(_gpu_budget(request, needed, staging) // page_bytes)), 0
     host_pages = num_pages - gpu_pages
     terms = [
         *needs,
@@ -296,9 +282,7 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
         Term(name="pages of their gradients", tier=HOST, num_bytes=host_pages * page * grad_row, grows=True),
         Term(name="kept attention outputs", tier=HOST, num_bytes=0 if fits_gpu else out_bytes, grows=True),
     ]
-    keep_last = config.keep_last_chunk
-    if keep_last == "auto":
-        keep_last = not is_checkpointed and not request.keeps_other_chunk
+    keep_last = not is_checkpointed if config.keep_last_chunk == "auto" else config.keep_last_chunk
     placement = Placement(
         checkpoint_layers=is_checkpointed,
         keep_last_chunk=bool(keep_last) and request.trains,
@@ -313,23 +297,35 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
 
 def _problem(request: Request, placement: Placement, needed: int, out_bytes: int, *, is_optional: bool) -> str | None:
     """Why a placement does not fit, if it does not."""
-    start = f"{request.length:,} tokens do not fit:"
+    facts, on_cpu = request.facts, request.gpu_room is None
+    start = f"{request.length:,} tokens do not fit{' on the CPU' if on_cpu else ''}:"
+    if facts.num_positions is not None and request.length > facts.num_positions:
+        return f"{start} the model has learned {facts.num_positions:,} positions and cannot be trained on more."
     if needed > request.room:
         terms = ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in placement.terms if not term.grows)
         beside = "weights and optimizer states" if request.state_bytes else "weights"
-        there = f"{gib(request.room)} are there" if request.room > 0 else f"the {beside} alone take more than there is"
-        return f"{start} beside the {beside}, {gib(needed)} of GPU memory are needed ({terms}), and {there}."
-    limit = request.host_budget
+        taken = facts.weight_bytes + request.state_bytes
+        if request.room < 0:
+            return f"{start} the {beside} alone take {gib(taken)}, and {gib(max(0, request.room + taken))} are usable."
+        return (
+            f"{start} beside the {beside} ({gib(taken)}), {gib(needed)} of GPU memory are needed ({terms}), and "
+            f"{gib(request.room)} are there."
+        )
+    limit = host_budget(request.config, request.host_room)
     if is_optional and request.config.keep_attention == "auto":
-        if request.gpu_room is None and out_bytes > CPU_OPTIONAL_SHARE * request.host_room:
+        if on_cpu and out_bytes > CPU_OPTIONAL_SHARE * request.host_room:
             return f"{start} keeping attention outputs would take {gib(out_bytes)}."
         if request.config.host_memory == "auto":
             limit = int(OPTIONAL_SHARE * request.host_room)
+    total = placement.gpu_bytes + placement.host_bytes
+    takes = f"{start} pages of K, V, their gradients and kept attention outputs take {gib(total)}"
+    if on_cpu and total > MARGIN * request.host_room:
+        return f"{takes} of memory, and {gib(MARGIN * request.host_room)} are there, 90% of what is free."
     if placement.host_bytes > limit:
+        where = "outside of host_memory" if on_cpu else "on the GPU"
         return (
-            f"{start} pages of K, V, their gradients and kept attention outputs take "
-            f"{gib(placement.gpu_bytes + placement.host_bytes)}; {gib(placement.gpu_bytes)} of it is on the GPU, the "
-            f"rest needs {gib(placement.host_bytes)} of host memory, and {gib(limit)} are there."
+            f"{takes}; {gib(placement.gpu_bytes)} of it is {where}, the rest needs {gib(placement.host_bytes)} of host "
+            f"memory, and {gib(limit)} are there."
         )
     return None
 
@@ -360,7 +356,8 @@ def _needs(request: Request, is_checkpointed: bool, keeps: bool) -> list[Term]:
         saved = len(facts.layers) * hidden
         if not keeps:
             # Attention is not computed again, so its outputs wait for the backward; kept ones come from their pages.
-            saved += sum(tokens * (x.num_query_heads * (x.value_size * facts.itemsize + 4)) for x in facts.layers)
+            outs = [x.num_query_heads * (x.value_size * (x.itemsize or facts.itemsize) + 4) for x in facts.layers]
+            saved += tokens * sum(outs)
         copies, backward = HIDDEN_COPIES, backward + graph
     else:
         saved, copies = int(len(facts.layers) * one_layer * graph), HIDDEN_COPIES_OF_GRAPH
@@ -391,61 +388,87 @@ def _head(request: Request) -> int:
 
 
 def longest_context(request: Request) -> int | None:
-    """The longest context, in whole chunks, that fits; 0 if none does, None if there is no limit."""
+    """The longest context that fits, in whole chunks if it is one or more; 0 if none does, None without a limit."""
     chunk = request.config.chunk_size
 
-    def fits(num_chunks: int) -> bool:
-        return place(replace(request, length=num_chunks * chunk))[1] is None
+    def fits(length: int) -> bool:
+        return place(replace(request, length=length))[1] is None
 
-    if not fits(1):
-        return 0
-    good, bad = 1, 2
-    while fits(bad):
+    step, good, bad = (chunk, 1, 2) if fits(chunk) else (1, 0, chunk)
+    while good and fits(bad * step):
         good, bad = bad, 2 * bad
-        if bad * chunk > LONGEST:
+        if bad * step > LONGEST:
             return None
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good * chunk
+        good, bad = (middle, bad) if fits(middle * step) else (good, middle)
+    # What a table of positions or a tile of the head allows need not be a whole number of chunks.
+    others = (request.length, request.facts.num_positions or 0)
+    return max(good * step, *(length for length in others if length > good * step and fits(length)), 0)
+
+
+Change = Callable[[Request], Request]
 
 
 def advice(request: Request) -> str:
-    """What would make a request fit that does not: a setting, several, or a shorter context."""
+    """What would make a request fit that does not: a setting, several, more memory, or a shorter context."""
+
+    def fits(settings: dict[str, tuple[str, Change]]) -> bool:
+        return place(reduce(lambda changed, item: item[1](changed), settings.values(), request))[1] is None
+
     longest = longest_context(request)
     text = f"With these settings the longest context that fits is {longest:,} tokens. " if longest else ""
-    options = list(_remedies(request))
-    for _, name, change in options:
-        if place(change(request))[1] is None:
-            return f"{text}It fits with {name}."
-    together: Request = request
-    names: dict[str, str] = {}
-    for setting, name, change in options:
-        together, names = change(together), {**names, setting: name}
-        if place(together)[1] is None:
-            *others, last = names.values()
-            return f"{text}It fits with {', '.join(others)} and {last} together."
-    if longest:
-        return f"{text}No setting helps: shorten the context or the batch."
-    return "No setting helps: take a smaller model, a lower precision or a larger GPU."
+    options, memory = [(item[0], item[1:]) for item in _remedies(request)], _enough_memory(request)
+    also = f", or with {memory}" if memory else ""
+    for setting, pair in options:
+        if fits({setting: pair}):
+            return f"{text}It fits with {pair[0]}{'' if setting == 'host_memory' else also}."
+    # All together, of the chunk sizes the smallest; then without those that are not needed, the dearest first.
+    chosen = dict(options)
+    if fits(chosen):
+        for left_out in reversed(list(chosen)):
+            fewer = {setting: chosen[setting] for setting in chosen if setting != left_out}
+            chosen = fewer if fits(fewer) else chosen
+        larger = ({**chosen, setting: pair} for setting, pair in options if setting == "chunk_size" in chosen)
+        chosen = next((settings for settings in larger if fits(settings)), chosen)
+        *names, last = (name for name, _ in chosen.values())
+        return f"{text}It fits with {', '.join(names)} and {last} together{also}."
+    text += f"No setting makes {request.length:,} tokens fit here." + (f" It fits with {memory}." if memory else "")
+    reached = [(longest_context(change(request)) or 0, name) for _, (name, change) in options]
+    most, name = max(reached, key=lambda pair: pair[0], default=(0, ""))
+    if most > (longest or 0):
+        return f"{text} With {name} the longest is {most:,}."
+    return text if longest or memory else f"{text} Take a smaller model, a lower precision or a larger GPU."
 
 
-def _remedies(request: Request) -> Iterator[tuple[str, str, Callable[[Request], Request]]]:
+def _enough_memory(request: Request) -> str | None:
+    """The host memory with which the request would fit, if there is such."""
+    asked = request.config
+    keeps, is_lean = asked.keep_attention is True, asked.checkpoint_layers is not False
+    config = replace(asked, host_memory="auto", keep_attention=keeps, checkpoint_layers=is_lean)
+    placement, problem = place(replace(request, config=config, host_room=1 << 62))
+    on_cpu = request.gpu_room is None
+    enough = (placement.host_bytes + on_cpu * placement.gpu_bytes) / MARGIN
+    if problem is not None or enough <= request.host_room:
+        return None
+    setting = "" if asked.host_memory == "auto" else 'host_memory="auto" and '
+    return f"{setting}{gib(enough + GIB / 200)} of free {'' if on_cpu else 'host '}memory"
+
+
+def _remedies(request: Request) -> Iterator[tuple[str, str, Change]]:
     """(setting, how to write it, what it does) of all that save memory and are not in force, what costs least first."""
     config, facts = request.config, request.facts
-    placement = place(request)[0]
 
-    def setting(**changes: Any) -> Callable[[Request], Request]:
+    def setting(**changes: Any) -> Change:
         return lambda request: replace(request, config=replace(request.config, **changes))
 
     if config.host_memory != "auto" and parse_bytes(config.host_memory) < MARGIN * request.host_room:
-        text = f'host_memory="auto" ({gib(request.host_room)} are free)'
-        yield "host_memory", text, setting(host_memory="auto")
-    if config.gpu_memory != "auto":
+        yield "host_memory", f'host_memory="auto" ({gib(request.host_room)} are free)', setting(host_memory="auto")
+    if config.gpu_memory != "auto" and request.gpu_room is not None:
         yield "gpu_memory", 'gpu_memory="auto"', setting(gpu_memory="auto")
     if config.keep_attention is True:
         yield "keep_attention", "keep_attention=False", setting(keep_attention=False)
-    if request.trains and not placement.checkpoint_layers:
+    if request.trains and config.checkpoint_layers is False:
         yield "checkpoint_layers", "checkpoint_layers=True", setting(checkpoint_layers=True)
     size = config.chunk_size // 2
     while size >= SMALLEST_CHUNK:
@@ -454,17 +477,16 @@ def _remedies(request: Request) -> Iterator[tuple[str, str, Callable[[Request], 
     if request.trains and request.float32_sums and facts.float32_sum_bytes:
         yield "param_grad_dtype", 'param_grad_dtype="param"', _without_sums
     if request.trains and not facts.has_adapters and facts.grad_bytes:
-        yield "lora", "LoRA instead of full training", _with_lora
+        yield "lora", "LoRA (--lora here; a PEFT model with oomb.Trainer)", _with_lora
+    widest = max((layer.itemsize or facts.itemsize for layer in facts.layers), default=0)
     for name in ("grad_dtype", "kv_dtype"):
-        if ITEMSIZES.get(getattr(config, name), facts.itemsize) > 2:
+        if ITEMSIZES.get(getattr(config, name), widest) > 2:
             yield name, f'{name}="bfloat16"', setting(**{name: "bfloat16"})
 
 
 def _without_sums(request: Request) -> Request:
-    facts = request.facts
-    saved = facts.float32_sum_bytes - (facts.grad_bytes - facts.wide_grad_bytes)
-    missing = max(0, request.missing_grad_bytes - saved)
-    config = replace(request.config, param_grad_dtype="param")
+    saved = request.facts.missing_grad_bytes(True) - request.facts.missing_grad_bytes(False)
+    config, missing = replace(request.config, param_grad_dtype="param"), max(0, request.missing_grad_bytes - saved)
     return replace(request, config=config, float32_sums=False, missing_grad_bytes=missing)
 
 
@@ -472,11 +494,6 @@ def _with_lora(request: Request) -> Request:
     """Adapters on all matrices: about twice the width, and next to no gradients."""
     facts = replace(request.facts, has_adapters=True, layer_width=2 * request.facts.layer_width, head_grad_bytes=0)
     return replace(request, facts=facts, missing_grad_bytes=0, optimizer_bytes=0, state_bytes=0)
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for a person."""
-    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def _total(terms: tuple[Term, ...], tier: str, *, grows: bool) -> int:

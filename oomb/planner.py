@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,14 +16,29 @@ from rich.table import Table
 from oomb import metrics, presets
 from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
-from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named
+from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
 from oomb.memory import GPU, HOST, free_host_bytes
-from oomb.plan import ModelFacts
+from oomb.plan import MARGIN, ModelFacts, Term, place
 from oomb.refusals import UnsupportedModelError, unwrap
 
 TIERS = {GPU: "GPU", HOST: "host"}
 NUM_CONTEXTS = 48
 """Points of a curve in the picture."""
+PICTURES = (".png", ".pdf", ".svg")
+COLORS = {
+    "weights": "C0",
+    "kernel workspaces": "C7",
+    "optimizer states": "C1",
+    "parameter gradients": "C2",
+    "activations of a chunk": "C3",
+    "head or one layer's backward": "C4",
+    "one chunk's forward": "C4",
+    "staging buffers": "C5",
+    "pages of K and V": "C6",
+    "pages of their gradients": "C8",
+    "kept attention outputs": "C9",
+}
+"""The same for a use of memory in every picture, in the order in which they are stacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +53,19 @@ class Forecast:
     positions: int | None
     """How many positions the model was made for."""
 
+    @property
+    def title(self) -> str:
+        plan, machine = self.plan, self.plan.machine
+        batch = f" x {plan.batch_size}" if plan.batch_size > 1 else ""
+        return (
+            f"{self.model} in {self.dtype}, {'LoRA' if self.lora else 'full training'}: one step on {plan.length:,} "
+            f"tokens{batch} on {machine.gpu_name or 'a GPU'} ({machine.gpu_bytes / metrics.GIB:.1f} GiB, "
+            f"{plan.gpu_limit / metrics.GIB:.1f} usable), {metrics.gib(machine.host_bytes)} of host memory free"
+        )
+
     def table(self) -> Table:
         plan = self.plan
-        method = "LoRA" if self.lora else "full training"
-        title = f"{self.model} in {self.dtype}, {method}: one step on {plan.length:,} tokens"
-        title += f" x {plan.batch_size}" if plan.batch_size > 1 else ""
-        table = Table(title=escape(title), title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left")
         for column in ("what", "where", "size", ""):
             table.add_column(column, justify="right" if column == "size" else "left")
         for tier, name in TIERS.items():
@@ -51,11 +74,16 @@ class Forecast:
                 table.add_row(
                     term.name, name, metrics.gib(term.num_bytes), "grows with the context" if term.grows else ""
                 )
-            limit = plan.gpu_limit if tier == GPU else plan.machine.host_bytes
-            total = plan.peak_gpu_bytes if tier == GPU else plan.host_bytes
-            note = f"of {metrics.gib(limit)}"
+            limit, total = self._limit(tier), plan.peak_gpu_bytes if tier == GPU else plan.host_bytes
+            source = "usable" if tier == GPU else f"{MARGIN:.0%} of what is free"
+            if tier == HOST and plan.config.host_memory != "auto":
+                source = f"host_memory={plan.config.host_memory}"
+            note = f"of {metrics.gib(limit)}, {source}"
             table.add_row(f"[bold]{name} in all[/]", name, f"[bold]{metrics.gib(total)}[/]", note, end_section=True)
         return table
+
+    def _limit(self, tier: str) -> int:
+        return self.plan.gpu_limit if tier == GPU else self.plan.host_limit
 
     def lines(self) -> list[str]:
         """What the table does not say."""
@@ -70,18 +98,26 @@ class Forecast:
         if plan.seconds is not None and plan.fits:
             rate = plan.length * plan.batch_size / plan.seconds
             source = "" if plan.machine.is_measured else "; scaled from an H200 by datasheet rates, not measured"
-            lines.append(f"time of a step: about {metrics.seconds(plan.seconds)}, {rate:,.0f} tokens/s{source}")
+            lines.append(f"time of a step: about {duration(plan.seconds)}, {rate:,.0f} tokens/s{source}")
         elif plan.fits:
             lines.append("time of a step: not predicted, since the rates of this GPU are not known")
         longest = {None: "no limit found", 0: "none"}.get(plan.longest_context, f"{plan.longest_context or 0:,} tokens")
         lines.append(f"longest context that fits: {longest}")
-        if self.positions is not None and plan.length > self.positions:
+        for name, there, words in (
+            ("gpu_memory", plan.page_limit, "left"),
+            ("host_memory", plan.machine.host_bytes, "free"),
+        ):
+            value = getattr(plan.config, name)
+            if value != "auto" and parse_bytes(value) > there:
+                lines.append(f"[yellow]{name}={value}: {metrics.gib(there)} are {words} for it[/]")
+        has_learned = self.facts.num_positions is not None
+        if self.positions is not None and plan.length > self.positions and not has_learned:
             lines.append(
                 f"[yellow]the model was made for {self.positions:,} positions (max_position_embeddings): scale RoPE "
                 "before training on more[/]"
             )
         if plan.problem is not None:
-            lines.append(f"[bold red]does not fit[/]: {escape(plan.problem)} {escape(plan.advice or '')}")
+            lines.append(f"[bold red]{escape(plan.problem)}[/] {escape(plan.advice or '')}")
         else:
             lines.append("[bold green]fits[/]")
         return lines
@@ -119,38 +155,31 @@ class Forecast:
         return path
 
     def plot(self, path: str | Path) -> Path:
-        """Memory of both tiers against the context, up to a little beyond what fits."""
-        check_plotting()
+        """Memory of both tiers against the context, up to a little beyond what fits and what is asked for."""
+        check_plotting(path)
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         plan, path = self.plan, Path(path)
         contexts = self._contexts()
         ticks = range(0, contexts[-1] + 1, 1 << max(0, (contexts[-1] // 4).bit_length() - 1))
-        plans = [
-            forecast(
-                self.facts,
-                plan.config,
-                plan.machine,
-                batch_size=plan.batch_size,
-                length=context,
-                optimizer=plan.optimizer,
-            )
-            for context in contexts
-        ]
-        colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(t.name for p in plans for t in p.terms))}
+        terms = [self._terms(context) for context in contexts]
         # Without pyplot: a program that has a window open keeps it.
         figure = Figure(figsize=(11, 6), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
         for axes, (tier, name) in zip(figure.subplots(1, 2), TIERS.items()):
-            names, sizes = _curves(plans, tier)
+            names, sizes = _curves(terms, tier)
             if names:
-                axes.stackplot(contexts, sizes, labels=names, colors=[colors[name] for name in names])
-            limit = plan.gpu_limit if tier == GPU else plan.machine.host_bytes
-            axes.axhline(limit / metrics.GIB, color="black", linestyle="--", linewidth=1, label="there is")
+                axes.stackplot(contexts, sizes, labels=names, colors=[COLORS[name] for name in names])
+            limit = self._limit(tier) / metrics.GIB
+            axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.1f} GiB")
             axes.axvline(plan.length, color="gray", linestyle=":", linewidth=1, label=f"{plan.length:,} tokens")
+            if plan.longest_context:
+                label = f"longest: {plan.longest_context:,} tokens"
+                axes.axvline(plan.longest_context, color="black", linestyle="-.", linewidth=1, label=label)
             axes.set(title=f"{name} memory", xlabel="context, tokens", ylabel="GiB", xlim=(contexts[0], contexts[-1]))
-            axes.set_ylim(0, 1.15 * limit / metrics.GIB)
+            needed = (plan.peak_gpu_bytes if tier == GPU else plan.host_bytes) / metrics.GIB
+            axes.set_ylim(0, 1.15 * max(limit, needed) or 1)
             axes.set_xticks(ticks, [short_tokens(tokens) for tokens in ticks])
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small", frameon=False)
         figure.suptitle(f"{self.model} in {self.dtype}, {'LoRA' if self.lora else 'full training'}")
@@ -160,15 +189,28 @@ class Forecast:
 
     def _contexts(self) -> list[int]:
         chunk, longest = self.plan.config.chunk_size, self.plan.longest_context or 0
-        end = max(self.plan.length, min(longest, 4 * self.plan.length)) * 5 // 4
+        end = max(self.plan.length, longest) * 5 // 4
         step = max(1, -(-end // chunk // NUM_CONTEXTS)) * chunk
         return [chunk, *range(step + chunk, end + step, step)]
 
+    def _terms(self, length: int) -> tuple[Term, ...]:
+        plan = self.plan
+        request = request_for(
+            self.facts,
+            plan.config,
+            plan.machine,
+            batch_size=plan.batch_size,
+            length=length,
+            optimizer=plan.optimizer,
+            trains=True,
+        )
+        return step_terms(request, place(request)[0])
 
-def _curves(plans: Sequence[Plan], tier: str) -> tuple[list[str], list[list[float]]]:
+
+def _curves(plans: Sequence[tuple[Term, ...]], tier: str) -> tuple[list[str], list[list[float]]]:
     """Names of a tier's terms, and their GiB in every plan."""
-    found = [{term.name: term.num_bytes for term in plan.terms if term.tier == tier} for plan in plans]
-    names = list(dict.fromkeys(name for sizes in found for name in sizes))
+    found = [{term.name: term.num_bytes for term in terms if term.tier == tier} for terms in plans]
+    names = sorted({name for sizes in found for name in sizes}, key=list(COLORS).index)
     return names, [[sizes.get(name, 0) / metrics.GIB for sizes in found] for name in names]
 
 
@@ -185,6 +227,8 @@ def plan(
 ) -> Forecast:
     """The forecast for a preset, a folder or a hub id. `settings` are fields of `Config`."""
     config = Config.from_dict(settings or {})
+    if batch_size < 1:
+        raise ValueError(f"--batch_size is {batch_size}; it must be 1 or more")
     model_config = presets.load_config(model)
     precision = presets.resolve_dtype(dtype, torch.device("cuda"))
     facts = facts_for(model, dtype=dtype, lora=lora, config=model_config)
@@ -228,7 +272,7 @@ def with_lora(network: Any) -> Any:
 
 def find_machine(gpu: str | None, host: str | None) -> Machine:
     """The machine that is meant: a card by its name or its memory, this machine's where nothing is said."""
-    host_bytes = free_host_bytes() if host is None else parse_bytes(host, "--host")
+    host_bytes = free_host_bytes() if host in (None, "auto") else _size(str(host), "--host")
     if gpu is None:
         if not torch.cuda.is_available():
             raise ValueError(
@@ -238,15 +282,33 @@ def find_machine(gpu: str | None, host: str | None) -> Machine:
         properties = torch.cuda.get_device_properties(0)
         return Machine(gpu_bytes=properties.total_memory, host_bytes=host_bytes, gpu_name=properties.name)
     if gpu.strip()[:1].isdigit():
-        return Machine(gpu_bytes=parse_bytes(gpu, "--gpu"), host_bytes=host_bytes)
+        return Machine(gpu_bytes=_size(gpu, "--gpu"), host_bytes=host_bytes)
     return machine_named(gpu, host_bytes)
 
 
-def check_plotting() -> None:
+def _size(text: str, option: str) -> int:
+    """The memory of a machine. Nobody has bytes of it: a number without a unit lacks one, or is half of a name."""
+    bare = re.fullmatch(r"\d+", text.strip()) is not None
+    num_bytes = parse_bytes(text, option)
+    if bare and num_bytes < metrics.GIB and (num_bytes or option == "--gpu"):
+        card = next((name for name in CARDS if option == "--gpu" and name.split()[-1] == text.strip()), None)
+        meant = f"{text.strip()}GiB" if card is None else repr(card)
+        raise ValueError(f"{option} {text.strip()} is a number of bytes; did you mean {meant}?")
+    return num_bytes
+
+
+def check_plotting(path: str | Path) -> None:
+    if Path(path).suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {str(path)!r} is no picture; its name must end in {', '.join(PICTURES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'oomb[plot]'") from None
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person, of short ones milliseconds."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else metrics.seconds(seconds)
 
 
 def short_tokens(tokens: float) -> str:

@@ -19,6 +19,7 @@ from oomb.memory import (
     Tiers,
     row_bytes,
     segment_bounds,
+    slabs,
     staging_bytes,
 )
 from oomb.memory import store as store_module
@@ -185,7 +186,8 @@ def test_gradients_are_rounded_alike_wherever_they_lie(grad_dtype: torch.dtype) 
     found = []
     for gpu_tokens, page_size in itertools.product(PLACEMENTS, (1, 4, 16)):
         layers = {0: layer_spec(torch.float32, grad_dtype=grad_dtype)}
-        store = make_store(Tiers(CPU), layers=layers, gpu_tokens=gpu_tokens, page_size=page_size, seed=5)
+        store = make_store(Tiers(CPU), layers=layers, gpu_tokens=gpu_tokens, page_size=page_size)
+        store.seed = 5
         torch.manual_seed(1)
         for start in (35, 28, 21):
             shares = torch.randn(B, K, start, D), torch.randn(B, K, start, V)
@@ -195,7 +197,8 @@ def test_gradients_are_rounded_alike_wherever_they_lie(grad_dtype: torch.dtype) 
         assert torch.equal(found[-1], found[0]) and found[0].any()
     others = []
     for seed in (5, 6):
-        store = make_store(Tiers(CPU), layers=layers, seed=seed)
+        store = make_store(Tiers(CPU), layers=layers)
+        store.seed = seed
         for start in (28, 35):
             store.past(0, start, start + CHUNK).add_grad(0, *(torch.full((B, K, CHUNK, n), 1 / 3) for n in (D, V)))
         others.append(store.with_later(0, 0, CHUNK, *nothing)[0])
@@ -294,9 +297,33 @@ def test_memory_is_used_again(tiers: Tiers, tier: str, gpu_tokens: int) -> None:
     assert len(tiers.arenas[tier, per_page // 2].slabs) == (1 if tier == GPU else 3)
     longer.close()
     other = make_store(tiers, page_size=1, **settings)
-    assert num_bytes() == 35 * per_page // 4, "slabs of a size that nobody uses make room"
+    kept = 0 if tier == GPU else 18 * per_page
+    assert num_bytes() == kept + 35 * per_page // 4, "slabs of a size that nobody uses make room on the GPU"
     other.close()
     assert tiers.idle_bytes(tier) == num_bytes() + rings
+    tiers.release()
+    assert not tiers.arenas and not tiers.rings
+
+
+def test_a_slab_that_is_much_too_large_is_given_up(tiers: Tiers) -> None:
+    """A long sequence that is only evaluated may take more pages than one that is trained, whose activations and
+    gradients were planned into what is then idle."""
+    make_store(tiers, 10, gpu_tokens=1000, trains=False).close()
+    large = tiers.idle_bytes(GPU)
+    make_store(tiers, 3, gpu_tokens=1000, trains=False).close()
+    assert 0 < tiers.idle_bytes(GPU) < large / 2
+    make_store(tiers, 0, gpu_tokens=1000, trains=False).close()
+    assert tiers.idle_bytes(GPU) == 0, "one chunk needs no pages"
+
+
+def test_pinned_slabs_of_other_sizes_stay_while_there_is_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_store(tiers, gpu_tokens=0).close()
+    before = set(tiers.arenas)
+    make_store(tiers, gpu_tokens=0, page_size=1).close()
+    assert before < set(tiers.arenas)
+    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 0)
+    make_store(tiers, gpu_tokens=0, page_size=2).close()
+    assert not before & set(tiers.arenas)
 
 
 def test_an_abandoned_store_is_collected(tiers: Tiers) -> None:

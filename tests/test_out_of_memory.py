@@ -15,7 +15,7 @@ from checks import engine_for
 from families import build, random_ids
 
 import oomb
-from oomb.memory import OutOfPages, slabs
+from oomb.memory import OutOfPages, PageStore, slabs
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = r"(?s)\d[\d.]* [KMG]?i?B.*\d[\d.]* [KMG]?i?B"
@@ -160,3 +160,56 @@ def test_a_step_that_fails_half_way_gives_its_pages_back(family: str, failing: s
     with pytest.raises(KeyboardInterrupt):
         engine.loss(random_ids(1, 60)).backward()
     assert nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("gpu_memory", [0, "auto"])
+def test_memory_taken_in_inference_mode_is_as_good(model: Any, gpu_memory: Any) -> None:
+    engine, ids = engine_for(model, gpu_memory=gpu_memory), random_ids(1, 60)
+    with torch.inference_mode():
+        engine.logprobs(ids)
+    engine.loss(ids).backward()
+    with torch.inference_mode():
+        engine.logprobs(random_ids(1, 120))
+    engine.loss(random_ids(1, 120)).backward()
+
+
+def test_an_interrupt_between_two_lines_loses_no_buffer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids = engine_for(model, gpu_memory=0), random_ids(1, 60)
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(PageStore, "_store", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.loss(ids)
+    engine.loss(ids).backward()
+    assert nothing_is_held(engine)
+
+
+def test_optimizer_states_are_to_come_until_an_optimizer_has_stepped(model: Any) -> None:
+    engine, optimizer = engine_for(model), torch.optim.AdamW(model.parameters())
+    for length in (30, 40):
+        engine.loss(random_ids(1, length)).backward()
+        assert not engine.budget.has_stepped
+    optimizer.step()
+    assert engine.budget.has_stepped
+
+
+def test_reserving_leaves_no_trace(model: Any) -> None:
+    engine = engine_for(model.train(), gpu_memory=0)
+    state = torch.get_rng_state()
+    placement = engine.reserve(2, 60)
+    assert torch.equal(torch.get_rng_state(), state) and nothing_is_held(engine)
+    assert placement.host_bytes == sum(arena.num_bytes for arena in engine.budget.tiers.arenas.values())
+    engine.release()
+    assert not engine.budget.tiers.arenas
+    for wrong in ((0, 10), (1, 0), (1, 2.5), (-1, 5), (True, 5)):
+        with pytest.raises(ValueError, match="must be a whole number, 1 or more"):
+            engine.reserve(*wrong)
+
+
+def test_autocast_is_planned_for(model: Any) -> None:
+    """float32 weights, bfloat16 K and V: the plan knows."""
+    engine = engine_for(model.float(), gpu_memory=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        placement = engine.reserve(1, 60)
+        engine.loss(random_ids(1, 60)).backward()
+    assert placement.host_bytes == engine.stats.host_peak_bytes

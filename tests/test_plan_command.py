@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from command import invoke
+from families import build
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomb import planner, presets
+from oomb.facts import attention_layers, config_layers
+from oomb.forecast import Machine, _tokens_read, machine_named
 
 
 def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
@@ -34,7 +42,7 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     small = ["--model", "qwen2.5-7b", "--context", "64K", "--host", "32GiB"]
     result = invoke("plan", *small, "--gpu", "24GiB")
     assert result.exit_code == 1
-    assert "does not fit" in result.output and "It fits with LoRA instead of full training" in result.output
+    assert "65,536 tokens do not fit" in result.output and "It fits with LoRA (--lora here;" in result.output
     lora = invoke("plan", *small, "--gpu", "24GiB", "--lora")
     assert lora.exit_code == 0 and "not predicted" in lora.output
     assert "scaled from an H200" in invoke("plan", *small, "--gpu", "rtx 4090", "--lora").output
@@ -50,11 +58,43 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert "unknown optimizer 'lion'" in complaint("--optimizer", "lion")
     assert "--context 'long' is not a number of tokens" in complaint("--context", "long")
     assert "keep_attention is 'maybe'" in complaint("--keep_attention", "maybe")
+    assert "24 is a number of bytes; did you mean 24GiB?" in complaint("--gpu", "24")
+    assert "did you mean 'RTX 4090'?" in complaint("--gpu", "4090")
+    assert "64 is a number of bytes; did you mean 64GiB?" in complaint("--host", "64")
+    assert "--host is '0.5'" in complaint("--host", "0.5")
+    assert "--batch_size is 0" in complaint("--batch_size", "0")
+    assert "must end in .png, .pdf, .svg" in complaint("--plot", "plan.txt")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'oomb[plot]'" in complaint("--plot", "plan.png")
     if not torch.cuda.is_available():
         result = invoke("plan", "--model", "demo")
         assert result.exit_code == 2 and "--gpu 24GiB" in result.stderr
+
+
+def test_the_command_names_the_machine_and_the_limits(tmp_path: Path) -> None:
+    arguments = ["--model", "demo", "--context", "16K", "--gpu", "NVIDIA H100 80GB HBM3"]
+    output = invoke("plan", *arguments, "--host", "64GiB", "--gpu_memory", "200GiB", "--host_memory", "99GiB").output
+    words = " ".join(output.split())
+    assert "on H100 (79.1 GiB, 76.2 usable), 64.00 GiB of host memory free" in words
+    assert "gpu_memory=200GiB: 76" in words and "host_memory=99GiB: 64.00 GiB are free for it" in words
+    assert " ms, " in words
+    assert "of 57.60 GiB, 90%" in invoke("plan", *arguments, "--host", "64GiB").output
+    assert invoke("plan", *arguments, "--host", "auto").exit_code == 0
+    started = time.monotonic()
+    picture = tmp_path / "long.svg"
+    assert invoke("plan", *arguments, "--context", "100000M", "--host", "64GiB", "--plot", picture).exit_code == 1
+    assert time.monotonic() - started < 5 and picture.read_text().startswith("<?xml")
+
+
+def test_learned_positions_are_a_limit(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 1000}
+    AutoConfig.for_model("gpt2", **sizes).save_pretrained(tmp_path)
+    result = invoke("plan", "--model", tmp_path, "--gpu", "24GiB", "--host", "8GiB", "--context", "2K")
+    assert result.exit_code == 1 and "has learned 1,000 positions" in result.output and "RoPE" not in result.output
+    assert "longest context that fits: 1,000 tokens" in result.output
+    assert invoke("plan", "--model", tmp_path, "--gpu", "24GiB", "--host", "8GiB", "--context", "1000").exit_code == 0
 
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
@@ -63,3 +103,38 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=50).save_pretrained(tmp_path)
     result = invoke("plan", "--model", tmp_path, "--gpu", "24GiB")
     assert result.exit_code == 2 and "computes attention in its own code" in result.stderr
+
+
+def test_cards_by_their_words() -> None:
+    for name, card in (
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("rtx4090", "RTX 4090"),
+    ):
+        assert machine_named(name, 0).gpu_name == card
+    for name in ("H100 40GB", "NVIDIA H100 NVL", "GH200", "A100"):
+        with pytest.raises(ValueError, match="no GPU called"):
+            machine_named(name, 0)
+    assert Machine(gpu_bytes=1, host_bytes=1, gpu_name="NVIDIA H200").is_measured
+    assert not Machine(gpu_bytes=1, host_bytes=1, gpu_name="NVIDIA GH200 480GB").is_measured
+
+
+@given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 200), st.none() | st.integers(1, 60))
+def test_tokens_read_are_those_of_every_chunk(chunk: int, num_chunks: int, first: int, window: int | None) -> None:
+    capacity = chunk * num_chunks
+    first = min(first, capacity)
+    starts = [start for start in range(chunk, capacity + 1, chunk) if start > first]
+    seen = sum(start - max(first, start - window if window is not None else 0) for start in starts)
+    assert _tokens_read(chunk, capacity, first, window) == seen
+
+
+def test_layers_by_the_config_alone() -> None:
+    for name in ("llama", "qwen2_sliding", "gemma3", "gpt_oss", "deepseek_v3"):
+        model = build(name, dtype=torch.float32)
+        assert config_layers(model.config) == attention_layers(model)
+
+
+def test_presets_plan_without_weights() -> None:
+    for name in presets.PRESETS:
+        facts = planner.facts_for(name)
+        assert facts.layers and facts.weight_bytes > 0

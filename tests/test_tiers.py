@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import TOLERANCE, engine_for
+from checks import TOLERANCE, check_family, engine_for
 from families import assert_same_gradients, build, grads, random_ids
 from test_gpu import wide_llama
 from torch import Tensor
@@ -285,3 +285,9 @@ def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
     noise = max(distance(a, b) for a, b in itertools.combinations(runs, 2))
     for placement in GPU_PLACEMENTS[1:]:
         assert distance(gpu_train(model, keep_attention=False, **placement), runs[0]) <= 1.5 * noise
+
+
+@pytest.mark.parametrize("settings", [{"checkpoint_layers": True}, {"keep_last_chunk": False}], ids=str)
+def test_chunks_of_one_token_with_outputs_kept_on_the_host(settings: dict[str, Any]) -> None:
+    """A row of one token is contiguous as it lies: what is kept must be a copy all the same."""
+    check_family(build("llama"), random_ids(1, 12), 1, 1e-6, gpu_memory=0, keep_attention=True, **settings)

@@ -30,27 +30,33 @@ from oomb.memory.transfer import Copier, Load, Prefetcher, Ring
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_free_host_memory_is_that_of_the_control_group(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
-        1: {"memory/memory.limit_in_bytes": "5000", "memory/memory.usage_in_bytes": "1800"},
-        2: {"memory.max": "5000", "memory.current": "1800"},
-    }[version]
+def test_free_host_memory_is_that_of_the_control_groups(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ours and of those around it; page cache makes way."""
     monkeypatch.setattr(slabs.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    monkeypatch.setattr(slabs, "PROC", tmp_path)
+    monkeypatch.setattr(slabs, "CGROUPS", tmp_path / "groups")
+    assert free_host_bytes() == 10_000
+    (tmp_path / "self").mkdir()
+    line = {1: "3:cpu,memory:/jobs/ours", 2: "0::/jobs/ours"}[version]
+    (tmp_path / "self" / "cgroup").write_text(f"2:pids:/elsewhere\n{line}\n")
+    outer = tmp_path / "groups" / ("memory" if version == 1 else "") / "jobs"
+    (outer / "ours").mkdir(parents=True)
+    limit, used = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}[version]
 
-    def read(path: Path) -> str:
-        try:
-            return files[str(path.relative_to("/sys/fs/cgroup"))] + "\n"
-        except KeyError:
-            raise FileNotFoundError(path) from None
+    def write(group: Path, **values: str) -> None:
+        for name, value in values.items():
+            (group / f"memory.{name}").write_text(value + "\n")
 
-    monkeypatch.setattr(Path, "read_text", read)
-    assert free_host_bytes() == 3200
-    files.update({name: "9000" for name in files if "current" in name or "usage" in name})
+    write(outer / "ours", **{limit: "max", used: "1000", "stat": "anon 900\ninactive_file 0"})
+    assert free_host_bytes() == 10_000
+    write(outer, **{limit: "5000", used: "1800", "stat": "anon 1500\nactive_file 200\ninactive_file 100"})
+    assert free_host_bytes() == 3500
+    write(outer / "ours", **{limit: "1200"})
+    assert free_host_bytes() == 200
+    write(outer / "ours", **{used: "9000"})
     assert free_host_bytes() == 0
-    files.update({name: "max" for name in files if "max" in name or "limit" in name})
-    assert free_host_bytes() == 10_000
-    files.clear()
-    assert free_host_bytes() == 10_000
 
 
 def test_nobody_counts_gpu_memory_on_a_cpu() -> None:

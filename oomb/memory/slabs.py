@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from oomb.memory.pages import GPU, HOST, Column, OutOfPages, PagePool, Run
-from oomb.memory.transfer import Copier, Prefetcher, Ring
+from oomb.memory.transfer import Copier, Event, Prefetcher, Ring
 
 GIB = 2**30
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+SPARE = 1.1
+"""A slab on the GPU is used again for up to so many times fewer pages; a larger one is given up, and taken anew."""
 
 
 def free_gpu_bytes(device: torch.device) -> int | None:
@@ -35,18 +38,34 @@ def free_gpu_bytes(device: torch.device) -> int | None:
 
 
 def free_host_bytes() -> int:
-    """Host memory that can still be taken: what the system has left, or the control group we are in."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    """Host memory that can still be taken: what the system has left, or the control groups we are in."""
+    return int(max(0, min([psutil.virtual_memory().available, *map(_free_in, _control_groups())])))
+
+
+def _control_groups() -> Iterator[Path]:
+    """Ours and those around it, in version 2 (one tree) or 1 (a tree for memory)."""
+    try:
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            root = CGROUPS / "memory" if controllers else CGROUPS
+            group = root / path.lstrip("/")
+            yield from [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+
+
+def _free_in(group: Path) -> float:
+    """What a control group may still take; page cache, which makes way, counts as free."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:
-            free = min(free, int((group / limit).read_text()) - int((group / used).read_text()))
+            free = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no such group, or "max"
             continue
-    return max(0, free)
+        return free + sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return float("inf")
 
 
 class HostSlab:
@@ -66,7 +85,8 @@ class HostSlab:
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if device.type == "cuda":
             self.bytes.zero_()
             pin(self.bytes, device)
@@ -136,20 +156,14 @@ class Tiers:
         """Most bytes of pages in use at once."""
         self.abandoned: deque[Holding] = deque()
         """Of sequences that died unclosed. Python may find them dead at any moment, so they only leave word here."""
+        self.left: Event = None
+        """When the latest pass was at its end."""
 
     def reserve(self, holding: Holding, num_pages: Mapping[Key, int]) -> None:
         """Promises pages. Allocates slabs for them where needed, all or nothing."""
         self.collect()
+        self._release_idle(num_pages)
         short = {key: missing for key, count in num_pages.items() if (missing := count - self._num_open(key)) > 0}
-        if short:
-            # What nobody uses makes room: slabs of other sizes, and on the GPU those that a larger one shall replace,
-            # so that runs stay whole. Pinned memory is too dear to be given up only to be taken again.
-            for key in [k for k, arena in self.arenas.items() if not arena.pool.num_used and not self.promised[k]]:
-                if key in short and key[0] == GPU:
-                    short[key] = num_pages[key]
-                    del self.arenas[key]
-                elif not num_pages.get(key):
-                    del self.arenas[key]
         made: list[tuple[Key, int, Tensor, HostSlab | None]] = []
         for key, missing in short.items():
             host = HostSlab(missing * key[1], self.device) if key[0] == HOST else None
@@ -159,6 +173,49 @@ class Tiers:
             arena.slabs.append((arena.pool.grow(missing), slab, owner))
         holding.promised.update(num_pages)
         self.promised.update(num_pages)
+        # Another stream may have used these slabs last.
+        self.copier.wait(self.left)
+
+    def _release_idle(self, num_pages: Mapping[Key, int]) -> None:
+        """Gives up slabs that nobody uses and whose memory was counted as free in the plan for `num_pages`: on the GPU
+        all that are not of the size asked for; pinned memory, which is dear to take again, only for want of memory."""
+        idle = [key for key in self.arenas if self._is_idle(key)]
+        for key in idle:
+            wanted = num_pages.get(key, 0)
+            if key[0] == GPU and not wanted <= self.arenas[key].pool.num_pages <= SPARE * wanted:
+                del self.arenas[key]
+        on_host = {key: count for key, count in num_pages.items() if key[0] == HOST}
+        missing = sum(max(0, count - self._num_open(key)) * key[1] for key, count in on_host.items())
+        for key in idle:
+            if key[0] == HOST and not num_pages.get(key) and missing > free_host_bytes():
+                del self.arenas[key]
+        if all(map(self._is_idle, self.arenas)) and not any(on_host.values()):
+            self.release_rings()
+
+    def release_rings(self) -> None:
+        """Gives up the staging buffers."""
+        if self.rings:
+            self.prefetcher.forget()
+            self.copier.drain()
+            self.rings.clear()
+
+    def release(self) -> None:
+        """Gives up all memory that no sequence uses."""
+        self.collect()
+        for key in [key for key in self.arenas if self._is_idle(key)]:
+            del self.arenas[key]
+        if not self.arenas:
+            self.release_rings()
+
+    def leave(self) -> None:
+        """A pass has come to its end, well or not: nobody holds a buffer, and who comes next waits for it."""
+        self.prefetcher.forget()
+        for ring in self.rings.values():
+            if len(ring.free) < len(ring.slots):
+                # An interrupt came between the taking of a buffer and its return.
+                self.copier.drain()
+                ring.free = deque(ring.slots)
+        self.left = self.copier.mark()
 
     def take(self, holding: Holding, kind: tuple[str, int], tier: str, first: int, end: int) -> None:
         """Gives the column `kind` of the holding its pages `first` to `end` - 1, out of what was promised."""
@@ -206,14 +263,17 @@ class Tiers:
         return sum(a.pool.num_used * a.page_bytes for (name, _), a in self.arenas.items() if name == tier)
 
     def idle_bytes(self, tier: str) -> int:
-        """Bytes of slabs and buffers that no sequence has a claim on."""
+        """Bytes of slabs and buffers that `reserve` gives up if it must."""
         self.collect()
-        idle = sum(self._num_open(key) * key[1] for key in self.arenas if key[0] == tier)
-        return idle + (sum(ring.num_bytes for ring in self.rings.values()) if tier == GPU else 0)
+        slabs = sum(arena.num_bytes for key, arena in self.arenas.items() if key[0] == tier and self._is_idle(key))
+        return slabs + (sum(ring.num_bytes for ring in self.rings.values()) if tier == GPU else 0)
 
     def reset_counters(self) -> None:
         self.copier.reset()
         self.peak_bytes = {tier: self.used_bytes(tier) for tier in (GPU, HOST)}
+
+    def _is_idle(self, key: Key) -> bool:
+        return not self.arenas[key].pool.num_used and not self.promised[key]
 
     def _num_open(self, key: Key) -> int:
         """Free pages that nobody has been promised."""
@@ -221,10 +281,13 @@ class Tiers:
 
     def _gpu_slab(self, num_bytes: int) -> Tensor:
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as error:
+            # A tensor made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no name for it
+            free = free_gpu_bytes(self.device)
             raise OutOfPages(
                 f"{num_bytes / GIB:.1f} GiB for pages could not be allocated on {self.device} "
-                f"({(free_gpu_bytes(self.device) or 0) / GIB:.1f} GiB are free, perhaps in pieces): "
+                f"({(free_host_bytes() if free is None else free) / GIB:.1f} GiB are free, perhaps in pieces): "
                 "lower gpu_memory or the context"
             ) from error

@@ -144,11 +144,12 @@ class PageStore:
         gpu_out_tokens: int = 0,
         keeps: bool = False,
         trains: bool = True,
-        seed: int = 0,
     ) -> None:
         self.tiers, self.layers = tiers, layers
         self.capacity, self.chunk_size, self.page_size = capacity, chunk_size, page_size
-        self.keeps, self.seed = keeps, seed
+        self.keeps = keeps
+        self.seed = 0
+        """Of the random rounding of gradients."""
         self.num_pages = -(-capacity // page_size)
         self.gpu_pages = {
             kind: self.num_pages if tokens >= capacity else tokens // page_size
@@ -199,7 +200,8 @@ class PageStore:
             return None
         with self._resident(OUT, layer, start, end) as (out, lse):
             # In the layout that models go on with: [B, T, H, D].
-            return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+            whole = torch.contiguous_format
+            return out.transpose(1, 2).clone(memory_format=whole).transpose(1, 2), lse.clone(memory_format=whole)
 
     def past(self, layer: int, chunk_start: int, chunk_end: int) -> LayerPast:
         """The layer's pages as the chunk [chunk_start, chunk_end) sees them."""
@@ -255,7 +257,7 @@ class PageStore:
     def close(self) -> None:
         """Gives up all pages."""
         if self._on_death.detach():
-            self.tiers.prefetcher.forget()
+            self.tiers.leave()
             self.tiers.close(self.holding)
 
     def _forward_loads(self, start: int, end: int, kept: bool) -> Iterator[Load]:

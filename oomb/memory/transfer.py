@@ -118,7 +118,8 @@ class Ring:
     def __init__(self, num_slots: int, buffer: Tensor) -> None:
         self.num_bytes = buffer.nbytes
         self.slot_bytes = buffer.nbytes // num_slots
-        self.free = deque(Slot(part) for part in buffer.split(self.slot_bytes)) if self.slot_bytes else deque()
+        self.slots = [Slot(part) for part in buffer.split(self.slot_bytes)] if self.slot_bytes else []
+        self.free = deque(self.slots)
 
     def take(self) -> Slot:
         return self.free.popleft()
@@ -161,6 +162,11 @@ class Prefetcher:
     def take(self, load: Load) -> Slot:
         """The buffer with what was asked for, ready for the computation to read and to overwrite."""
         if not self._issued or self._issued[0][0].key != load.key:
+            if not load.pieces and load.ring.free:
+                # A buffer to work in, and nothing to bring: the forecast may still come true.
+                slot = load.ring.take()
+                self.copier.wait(slot.free_after)
+                return slot
             self.forget()
             self._issue(load)
         _, slot, done = self._issued.popleft()
