@@ -477,7 +477,7 @@ def _remedies(request: Request) -> Iterator[tuple[str, str, Change]]:
     if request.trains and request.float32_sums and facts.float32_sum_bytes:
         yield "param_grad_dtype", 'param_grad_dtype="param"', _without_sums
     if request.trains and not facts.has_adapters and facts.grad_bytes:
-        yield "lora", "LoRA (--lora here; a PEFT model with oomb.Trainer)", _with_lora
+        yield "lora", "LoRA (a PEFT model; --lora for plan and bench)", _with_lora
     widest = max((layer.itemsize or facts.itemsize for layer in facts.layers), default=0)
     for name in ("grad_dtype", "kv_dtype"):
         if ITEMSIZES.get(getattr(config, name), widest) > 2:
