@@ -300,7 +300,7 @@ def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
     assert remedy(length=2048, gpu_room=needed - MIB // 4, config=checkpointed) == "chunk_size=1024"
     small = Config(chunk_size=512, checkpoint_layers=True)
     assert remedy(length=512, gpu_room=8 * MIB, config=small) == 'param_grad_dtype="param"'
-    assert remedy(length=512, gpu_room=3 * MIB, config=small) == "LoRA (--lora here; a PEFT model with oomb.Trainer)"
+    assert remedy(length=512, gpu_room=3 * MIB, config=small) == "LoRA (a PEFT model; --lora for plan and bench)"
     adapted = replace(TINY, has_adapters=True, itemsize=4)
     tight = {"facts": adapted, "length": 100_000, "config": Config(chunk_size=512, gpu_memory=0, keep_attention=False)}
     sizes, needed = bytes_of(ask(**tight), HOST), ask(**tight).needed_bytes
