@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from oomb.model import learned_positions
+from oomb.model import decoder_layers, learned_positions
 from oomb.plan import LayerFacts, ModelFacts
 
 RECORDER_NAME = "oomb_recorder"
@@ -156,14 +156,6 @@ def config_layers(config: Any, like: LayerFacts | None = None) -> tuple[LayerFac
         )
         for kind in kinds
     )
-
-
-def decoder_layers(lm: Any) -> nn.ModuleList:
-    count = lm.config.get_text_config(decoder=True).num_hidden_layers
-    for module in getattr(lm, lm.base_model_prefix).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"{type(lm).__name__} has no list of {count} decoder layers")
 
 
 def _without_wrappers(model: nn.Module) -> Any:

@@ -125,7 +125,7 @@ class CausalLM:
         self.lm = unwrap(model)
         self.config = self.lm.config.get_text_config(decoder=True)
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
-        self.layers = _decoder_layers(self.lm, self.backbone, self.config.num_hidden_layers)
+        self.layers = decoder_layers(self.lm)
         self.pad_token_id = _own_pad_token(self.config)
         self.num_positions = learned_positions(self.backbone, self.config)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
@@ -297,8 +297,9 @@ def callers_autocast(device_type: str) -> torch.autocast:
     )
 
 
-def _decoder_layers(lm: PreTrainedModel, backbone: nn.Module, count: int) -> nn.ModuleList:
-    for module in backbone.modules():
+def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
+    count = lm.config.get_text_config(decoder=True).num_hidden_layers
+    for module in getattr(lm, lm.base_model_prefix).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
