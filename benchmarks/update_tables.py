@@ -47,6 +47,10 @@ def growth(rows: dict[int, dict[str, Any]], shortest: int) -> tuple[int, int, in
     return measured, pages[1] - pages[0], longest - shortest
 
 
+def by(megabytes: float) -> str:
+    return "it does not grow" if megabytes <= 0 else f"by {megabytes:.2f} MB per 10,000 tokens"
+
+
 def table() -> str:
     """oomb beside standard training; then the same step with all that grows on the GPU, and all of it on the host."""
     report = load("exact_qwen2.5-7b_standard.json")
@@ -62,12 +66,12 @@ def table() -> str:
         "|---:|---:|---:|",
         *(f"| {context:,} | {cell(oomb[context])} | {cell(standard[context])} |" for context in sorted(oomb)),
         "",
-        "The rows of 65,536 and 131,072 tokens were measured before memory had tiers, with attention outputs kept; all "
-        "others with the present code. No optimizer is counted in: AdamW's states would take 28 GiB more.",
+        "The rows of 65,536 and 131,072 tokens are of an earlier version, before memory had tiers. No optimizer is "
+        "counted in: AdamW's states would take 28 GiB more.",
         "",
         "Standard training is Hugging Face with every layer checkpointed, cuDNN attention and a tiled loss. By default "
         "oomb buys speed with memory: activations of a chunk, float32 sums of gradients, attention outputs. In little "
-        'GPU memory (`checkpoint_layers=True, param_grad_dtype="param"`), with everything that grows with the context '
+        'GPU memory (`checkpoint_layers=True, param_grad_dtype="param"`), with all that grows, attention outputs too, '
         "on the GPU (`host_memory=0`) or on the host (`gpu_memory=0`):",
         "",
         "| context | on the GPU | on the host | host memory | moved in, out | waited |",
@@ -93,7 +97,7 @@ def table() -> str:
         "",
         f"From {shortest:,} to {longest:,} tokens memory on the GPU grows by {measured / 2**30:.2f} GiB, where K, V, "
         f"their gradients and attention outputs take {pages / 2**30:.2f} GiB more; with all of that on the host, from "
-        f"{middle:,} tokens on, by {more / tokens * 10_000 / 1e6:.2f} MB per 10,000 tokens. Against a float32 "
+        f"{middle:,} tokens on, {by(more / tokens * 10_000 / 1e6)}. Against a float32 "
         f"reference, at 32 chunks, no layer's gradient error is above {error:.2f} times that of standard training.",
         "",
         "The figures come from [benchmarks/results](benchmarks/results); `oomb bench` measures your own machine, "

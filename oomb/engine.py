@@ -75,6 +75,11 @@ class Engine:
         finally:
             sequence.close()
 
+    def release(self) -> None:
+        """Gives back the memory that is held for the pages of later calls. The next call takes it anew."""
+        with one_at_a_time:
+            self.budget.tiers.release()
+
     @property
     def fuse(self) -> bool:
         return self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
@@ -84,11 +89,6 @@ class Engine:
         if self.config.param_grad_dtype == "auto":
             return float32_sums_fit(self.model.parameters(), self.model.device)
         return self.config.param_grad_dtype == "float32"
-
-    def release(self) -> None:
-        """Gives back the memory that is held for the pages of later calls. The next call takes it anew."""
-        with one_at_a_time:
-            self.budget.tiers.release()
 
     def loss(
         self,
