@@ -149,6 +149,8 @@ def run(
                 _compare(
                     row, next((r for r in rows if r.context == context and r.problem is None), None), network, sample
                 )
+            # Pages are the engine's; standard training is not charged for them.
+            engine.release()
             _reset(network)
             rows.append(row)
             if on_row is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from oomb import bench
+from oomb.engine import Engine
 from oomb.presets import PRESETS, load_model
 
 
@@ -34,6 +36,24 @@ def test_both_modes_agree_and_are_reported(tmp_path: Path) -> None:
     assert written["rows"][1]["context"] == 64 and written["settings"]["chunk_size"] == 16
     assert written["machine"]["versions"]["torch"] == torch.__version__
     assert report.table().row_count == 4
+
+
+def test_the_engine_holds_no_pages_while_standard_training_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+    standard = bench.StandardStep.__call__
+
+    def make(*args: Any) -> Engine:
+        engines.append(Engine(*args))
+        return engines[-1]
+
+    def alone(self: bench.StandardStep, ids: torch.Tensor) -> torch.Tensor:
+        assert not engines[-1].budget.tiers.arenas
+        return standard(self, ids)
+
+    monkeypatch.setattr(bench, "Engine", make)
+    monkeypatch.setattr(bench.StandardStep, "__call__", alone)
+    report = bench.run("demo", [64, 96], chunk_size=16, device="cpu")
+    assert [row.gpu_page_bytes > 0 for row in report.rows] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("wrong", ["all", "one", "nan"])
