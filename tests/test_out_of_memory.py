@@ -78,6 +78,23 @@ def test_memory_that_has_gone_since_the_last_step(model: Any, monkeypatch: pytes
     assert placed == [1] and nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("set_by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_are_expandable_unless_the_user_has_set_up_the_allocator(
+    set_by_user: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv(set_by_user, "max_split_size_mb:512")
+    slabs.avoid_gaps(torch.device("cpu"))
+    assert not settings
+    slabs.avoid_gaps(torch.device("cuda"))
+    assert settings == ([] if set_by_user else ["expandable_segments:True"])
+
+
 @pytest.fixture
 def taken_gpu() -> Iterator[int]:
     """Another process has taken the GPU's memory, all but about 4 GiB."""
@@ -104,6 +121,9 @@ def test_a_second_process_has_the_gpu(taken_gpu: int) -> None:
     ids = random_ids(1, 1 << 19)  # 32 layers x 2 heads x 64 x (K, V, gradients) x bfloat16: 16 GiB
     gc.collect()
     torch.cuda.empty_cache()
+    # cuBLAS takes a workspace of 32 MiB at its first product and keeps it.
+    square = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    torch.mm(square, square)
     before = torch.cuda.memory_allocated()
     engine = oomb.Engine(model, oomb.Config(chunk_size=4096, fuse="off", host_memory=0, keep_attention=False))
     with pytest.raises(OutOfPages, match=NUMBERS):

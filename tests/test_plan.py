@@ -109,21 +109,23 @@ def test_memory_and_time_of_the_committed_results() -> None:
     """Not what was predicted then, but what is predicted now."""
     report = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "plan_check.json").read_text())
     for row in report["rows"]:
-        facts = facts_for(report["model"], lora="lora" in row["case"])
+        lora = "lora" in row["case"]
+        facts = facts_for(report["model"], lora=lora)
         plan = forecast(facts, Config(**row["settings"]), H200, length=row["context"], optimizer="none")
         assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.03)
         assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.03)
-        assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.1)
+        assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.05 if lora else 0.1)
 
 
-# Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed.
+# Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept
+# are in benchmarks/results/exact_qwen2.5-7b_standard.json.
 TIMES = [
     (32768, False, False, 4.92),
     (65536, False, False, 13.40),
     (131072, False, False, 40.32),
     (262144, False, False, 137.4),
-    (65536, True, False, 12.03),
-    (131072, True, False, 34.36),
+    (65536, True, False, 12.18),
+    (131072, True, False, 34.88),
     (24576, False, False, 3.03),
     (24576, False, True, 3.81),
 ]

@@ -7,6 +7,8 @@ beside the computation; on a machine without CUDA they are ordinary memory, and 
 from __future__ import annotations
 
 import mmap
+import os
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -35,6 +37,16 @@ def free_gpu_bytes(device: torch.device) -> int | None:
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
     return max(0, min(free + unused, int(limit) - allocated))
+
+
+def avoid_gaps(device: torch.device) -> None:
+    """Lets PyTorch's allocator grow its segments instead of adding others, unless the user has set it up. Without this
+    the gaps between activations took 1.7 of 24 GiB (LoRA of Qwen2.5-7B at 262,144 tokens), and a step that fitted by
+    the bytes it used ran out of memory."""
+    is_set_up = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if device.type == "cuda" and sys.platform == "linux" and configure is not None and not is_set_up:
+        configure("expandable_segments:True")
 
 
 def free_host_bytes() -> int:
@@ -148,6 +160,7 @@ class Tiers:
     """All page memory of an engine, and the streams and buffers that move it."""
 
     def __init__(self, device: torch.device) -> None:
+        avoid_gaps(device)
         self.device = device
         self.copier = Copier(device)
         self.prefetcher = Prefetcher(self.copier)
