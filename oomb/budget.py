@@ -8,12 +8,24 @@ from typing import Any
 
 import torch
 
+from oomb.advice import decide
 from oomb.config import Config
 from oomb.facts import facts_of
 from oomb.grads import pending_bytes
-from oomb.memory import GPU, HOST, LayerSpec, OutOfPages, PageStore, Row, Tiers, free_gpu_bytes, free_host_bytes
+from oomb.memory import (
+    GPU,
+    HOST,
+    Choosing,
+    LayerSpec,
+    OutOfPages,
+    PageStore,
+    Row,
+    Tiers,
+    free_gpu_bytes,
+    free_host_bytes,
+)
 from oomb.model import CausalLM, LayerShape
-from oomb.plan import LayerFacts, Placement, decide
+from oomb.plan import LayerFacts, Placement, choosing
 
 
 @dataclass(frozen=True)
@@ -101,10 +113,22 @@ class Budget:
             chunk_size=self.config.chunk_size,
             page_size=self.config.page_size,
             gpu_tokens=placement.gpu_tokens,
+            gpu_grad_tokens=placement.gpu_grad_tokens,
             gpu_out_tokens=placement.gpu_out_tokens,
             keeps=placement.keep_attention,
             trains=trains,
+            choosing=self._choosing(layers),
         )
+
+    def _choosing(self, layers: dict[int, LayerSpec]) -> Choosing | None:
+        """How pages are chosen, in layers without a window."""
+        config, dtypes = self.config, [spec.dtype for spec in layers.values() if spec.window is None]
+        if config.page_budget is None or not dtypes:
+            return None
+        device = self.model.device
+        # Triton has them from this generation of GPUs on.
+        has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        return choosing(config, dtypes[0], has_float8)
 
     def _layer_shapes(self) -> dict[int, LayerShape]:
         """The shape of every layer's attention. Looked at once for each precision that the model runs in."""

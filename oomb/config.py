@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
+TILE_SIZE = 128
+"""Queries that choose pages together: what a program of the sparse kernels does at once."""
+MEANS_OF_RULE = {"mass": 2, "paper": 1}
+"""Means of keys that stand for a page when pages are chosen, by rule."""
+
 CHOICES: dict[str, tuple[object, ...]] = {
+    "page_rule": tuple(MEANS_OF_RULE),
     "kernels": ("auto", "cudnn", "flash", "torch"),
     "fuse": ("auto", "compile", "off"),
     "checkpoint_layers": ("auto", True, False),
@@ -36,6 +42,15 @@ class Config:
 
     host_memory: int | str = "auto"
     """Pinned host memory for the same, when the GPU's share is full. 0: none. "auto": most of what is free."""
+
+    page_budget: int | None = None
+    """Pages of the past that each tile of 128 queries reads; None: all of them, which is exact. With a budget the work
+    per token no longer grows with the context. The own chunk and the first page are always read, the others are chosen
+    by `page_rule`. Layers with a sliding window are not affected."""
+
+    page_rule: Literal["mass", "paper"] = "mass"
+    """How pages are ranked: by the attention that some queries give to means of their keys ("mass"), or as arXiv
+    2602.02108 does it, without the first page, for comparison ("paper")."""
 
     kernels: Literal["auto", "cudnn", "flash", "torch"] = "auto"
     """Attention kernels. "auto" takes the fastest that can do what a layer asks for; a named one is used or refused."""
@@ -73,6 +88,17 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of tokens, 1 or more")
+        if self.page_budget is not None:
+            if isinstance(self.page_budget, bool) or not isinstance(self.page_budget, int) or self.page_budget < 1:
+                raise ValueError(
+                    f"page_budget is {self.page_budget!r}; it must be a number of pages, 1 or more, or None"
+                )
+            if self.chunk_size % self.page_size:
+                size = -(-self.chunk_size // self.page_size) * self.page_size
+                raise ValueError(
+                    f"with a page_budget, chunks are whole pages: chunk_size {self.chunk_size} is no multiple of "
+                    f"page_size {self.page_size}; take chunk_size={size}"
+                )
         for name in ("gpu_memory", "host_memory"):
             if getattr(self, name) != "auto":
                 parse_bytes(getattr(self, name), name)
@@ -92,6 +118,11 @@ class Config:
     @classmethod
     def field_names(cls) -> list[str]:
         return [f.name for f in fields(cls)]
+
+
+def means_per_page(rule: str, page_size: int) -> int:
+    """As many of the rule's means as share a page evenly: 1 of 2 for a page of 7."""
+    return max(m for m in range(1, MEANS_OF_RULE[rule] + 1) if page_size % m == 0)
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:

@@ -21,7 +21,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from oomb.attention.dense import ChunkAttention, Spec, attend
+from oomb.attention.chunk import ChunkAttention, Spec, attend
 from oomb.budget import Budget, Stats
 from oomb.config import Config
 from oomb.grads import collecting, float32_sums_fit, refuse_hooks
@@ -257,7 +257,9 @@ class Sequence:
         assert self.store is not None
         self.model.note_attention(layer, window)
         past = self.store.past(layer, self.start, self.end)
-        spec = Spec(scale=scale, window=window, softcap=softcap, kernels=self.config.kernels)
+        spec = Spec(
+            scale=scale, window=window, softcap=softcap, kernels=self.config.kernels, rule=self.config.page_rule
+        )
         if not torch.is_grad_enabled():
             out, lse = attend(q, k, v, sinks, past, spec)
             self.store.append(layer, self.start, k, v)

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from oomb.advice import advice, longest_context
 from oomb.config import Config
 from oomb.memory import GPU, HOST
 from oomb.metrics import GIB
-from oomb.plan import ModelFacts, Placement, Request, Term, advice, host_budget, longest_context, place
+from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
 
 PEAK_TFLOPS = {
     "B200": 2250,

@@ -1,6 +1,6 @@
 """What a sequence will take, and where it goes, before anything is allocated: pure arithmetic on a model's shape.
 
-`decide` places what grows with the context (pages of K, V and their gradients, kept attention outputs) in the two tiers
+`place` puts what grows with the context (pages of K, V and their gradients, kept attention outputs) in the two tiers
 and settles what is left to "auto": for the engine by what is really free, for `oomb.forecast` on any machine.
 
 Constants name their measurements: peaks of torch.cuda.max_memory_allocated on one H200, PyTorch 2.11, bfloat16, batch
@@ -9,14 +9,23 @@ Constants name their measurements: peaks of torch.cuda.max_memory_allocated on o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any
+from dataclasses import dataclass
 
-from oomb.config import Config, parse_bytes
-from oomb.memory import GPU, HOST, OutOfPages, row_bytes, staging_bytes
-from oomb.metrics import GIB, gib
+import torch
+
+from oomb.config import TILE_SIZE, Config, means_per_page, parse_bytes
+from oomb.memory import (
+    GPU,
+    HOST,
+    NUM_BUFFERS,
+    Choosing,
+    buffer_bytes,
+    most_chosen,
+    row_bytes,
+    staging_bytes,
+    table_bytes,
+)
+from oomb.metrics import gib
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,10 +51,6 @@ OPTIONAL_SHARE = 0.75
 """Share of the free host memory up to which attention outputs are kept there without being asked for."""
 CPU_OPTIONAL_SHARE = 0.25
 """The same for a model on a CPU, where weights, activations and pages compete for one memory."""
-SMALLEST_CHUNK = 512
-"""The shortest chunk that is advised."""
-LONGEST = 1 << 36
-"""Contexts are not searched beyond this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,9 @@ class Placement:
     capacity: int
     """Tokens that later chunks read: all but those of the last chunk."""
     gpu_tokens: int
-    """Tokens whose K, V and gradients lie on the GPU; the rest of `capacity` lies on the host."""
+    """Tokens whose K and V lie on the GPU; the rest of `capacity` lies on the host."""
+    gpu_grad_tokens: int
+    """The same for their gradients. With chosen pages K and V go first: the fill pass waits for them."""
     gpu_out_tokens: int
     """The same for kept attention outputs: none of them or all."""
     terms: tuple[Term, ...]
@@ -182,6 +189,13 @@ class Request:
         """Compiled code serves full chunks."""
         return self.fused and self.length >= self.config.chunk_size
 
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Those that choose pages."""
+        if self.config.page_budget is None or not self.capacity:
+            return []
+        return [index for index, layer in enumerate(self.facts.layers) if layer.window is None]
+
     def rows(self) -> list[tuple[int, int, int]]:
         """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
         found = []
@@ -202,33 +216,6 @@ class Request:
 def host_budget(config: Config, room: int) -> int:
     """What may be taken of `room` bytes of host memory."""
     return int(MARGIN * room) if config.host_memory == "auto" else min(room, parse_bytes(config.host_memory))
-
-
-def decide(
-    facts: ModelFacts,
-    config: Config,
-    *,
-    batch_size: int,
-    length: int,
-    trains: bool,
-    float32_sums: bool,
-    fused: bool,
-    gpu_room: int | None,
-    host_room: int,
-    missing_grad_bytes: int,
-    optimizer_bytes: int,
-) -> Placement:
-    """Where everything goes, or `OutOfPages` with what is missing and what would help.
-
-    `gpu_room` is what this process may still take of the model's device; None where nobody counts, on a CPU.
-    `missing_grad_bytes` are parameter gradients or sums that the gradient pass has to allocate, `optimizer_bytes` the
-    states that come after it.
-    """
-    request = Request(**locals())
-    placement, problem = place(request)
-    if problem is not None:
-        raise OutOfPages(f"{problem} {advice(request)}")
-    return placement
 
 
 def place(request: Request) -> tuple[Placement, str | None]:
@@ -261,26 +248,42 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
     rows = request.rows()
     kv_row, grad_row, out_row = (sum(row[field] for row in rows) for field in range(3))
     num_pages = -(-capacity // page)
-    page_bytes, out_bytes = page * (kv_row + grad_row), num_pages * page * out_row if keeps else 0
+    kv_bytes, grad_bytes, out_bytes = page * kv_row, page * grad_row, num_pages * page * out_row if keeps else 0
+    tables = sum(_table_bytes(request, index) for index in request.sparse_layers)
     needs = _needs(request, is_checkpointed, keeps)
     needed = sum(term.num_bytes for term in needs)
-    widest = dict(zip(("kv_row", "grad_row", "out_row"), map(max, zip(*rows))))
-    staging = staging_bytes(**widest, chunk_size=config.chunk_size, keeps=keeps, trains=request.trains)
-    fits_gpu = num_pages * page_bytes + out_bytes <= _gpu_budget(request, needed, 0)
-    if fits_gpu:
-        gpu_pages, gpu_out_tokens, staging = num_pages, capacity if keeps else 0, 0
+    whole = num_pages * (kv_bytes + grad_bytes) + out_bytes + tables
+    gpu_out_tokens, staging = 0, 0
+    if whole <= _gpu_budget(request, needed, 0):
+        gpu_pages = gpu_grad_pages = num_pages
+        gpu_out_tokens = capacity if keeps else 0
+    elif not request.sparse_layers:
+        staging = _staging(request, keeps)
+        gpu_pages = gpu_grad_pages = min(
+            num_pages, int(_gpu_budget(request, needed, staging) // (kv_bytes + grad_bytes))
+        )
     else:
-        gpu_pages, gpu_out_tokens = min(num_pages, int(_gpu_budget(request, needed, staging) // page_bytes)), 0
-    host_pages = num_pages - gpu_pages
+        # K and V first. All of them, and there is no need of buffers for theirs.
+        staging = _staging(request, keeps) + _buffers(request, 1)
+        gpu_pages = num_pages
+        room = _gpu_budget(request, needed, staging) - tables
+        if num_pages * kv_bytes > room:
+            staging += _buffers(request, 0)
+            room = _gpu_budget(request, needed, staging) - tables
+            gpu_pages = min(num_pages, max(0, int(room // kv_bytes)))
+        left = max(0.0, room - gpu_pages * kv_bytes)
+        gpu_grad_pages = min(num_pages, int(left // grad_bytes)) if grad_bytes else num_pages
+    host_pages, host_grad_pages = num_pages - gpu_pages, num_pages - gpu_grad_pages
     terms = [
         *needs,
         Term(name="staging buffers", tier=GPU, num_bytes=staging),
-        Term(name="pages of K and V", tier=GPU, num_bytes=gpu_pages * page * kv_row, grows=True),
-        Term(name="pages of their gradients", tier=GPU, num_bytes=gpu_pages * page * grad_row, grows=True),
-        Term(name="kept attention outputs", tier=GPU, num_bytes=out_bytes if fits_gpu else 0, grows=True),
-        Term(name="pages of K and V", tier=HOST, num_bytes=host_pages * page * kv_row, grows=True),
-        Term(name="pages of their gradients", tier=HOST, num_bytes=host_pages * page * grad_row, grows=True),
-        Term(name="kept attention outputs", tier=HOST, num_bytes=0 if fits_gpu else out_bytes, grows=True),
+        Term(name="pages of K and V", tier=GPU, num_bytes=gpu_pages * kv_bytes, grows=True),
+        Term(name="pages of their gradients", tier=GPU, num_bytes=gpu_grad_pages * grad_bytes, grows=True),
+        Term(name="kept attention outputs", tier=GPU, num_bytes=out_bytes if gpu_out_tokens else 0, grows=True),
+        Term(name="page summaries and choices", tier=GPU, num_bytes=tables, grows=True),
+        Term(name="pages of K and V", tier=HOST, num_bytes=host_pages * kv_bytes, grows=True),
+        Term(name="pages of their gradients", tier=HOST, num_bytes=host_grad_pages * grad_bytes, grows=True),
+        Term(name="kept attention outputs", tier=HOST, num_bytes=0 if gpu_out_tokens else out_bytes, grows=True),
     ]
     keep_last = not is_checkpointed if config.keep_last_chunk == "auto" else config.keep_last_chunk
     placement = Placement(
@@ -289,10 +292,63 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
         keep_attention=keeps,
         capacity=capacity,
         gpu_tokens=min(capacity, gpu_pages * page),
+        gpu_grad_tokens=min(capacity, gpu_grad_pages * page),
         gpu_out_tokens=gpu_out_tokens,
         terms=tuple(term for term in terms if term.num_bytes),
     )
-    return placement, _problem(request, placement, needed + staging, out_bytes, is_optional=keeps)
+    # Tables are wanted on the GPU in any case.
+    fixed = needed + staging + tables
+    return placement, _problem(request, placement, fixed, out_bytes, is_optional=keeps)
+
+
+def choosing(config: Config, dtype: torch.dtype, has_float8: bool) -> Choosing:
+    """What memory must know of the choice of pages. `has_float8`: the device computes with 8-bit numbers."""
+    assert config.page_budget is not None
+    return Choosing(
+        budget=config.page_budget,
+        tile_size=TILE_SIZE,
+        num_means=means_per_page(config.page_rule, config.page_size),
+        # Means in 8 bits choose as well as wider ones (docs/sparse.md).
+        means_dtype=torch.float8_e4m3fn if has_float8 and dtype.itemsize == 2 else dtype,
+    )
+
+
+def _choosing(request: Request) -> Choosing:
+    sizes = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    return choosing(request.config, sizes[request.facts.itemsize], request.gpu_room is not None)
+
+
+def _table_bytes(request: Request, index: int) -> int:
+    """What a layer that chooses pages has on the GPU beside them."""
+    layer, config = request.facts.layers[index], request.config
+    return table_bytes(
+        _choosing(request),
+        batch_size=request.batch_size,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        num_pages=-(-request.capacity // config.page_size),
+        capacity=request.capacity,
+        chunk_size=config.chunk_size,
+        trains=request.trains,
+    )
+
+
+def _buffers(request: Request, field: int) -> int:
+    """Buffers for chosen pages of K and V (0) or of their gradients (1)."""
+    config, num_pages = request.config, -(-request.capacity // request.config.page_size)
+    if field == 1 and not request.trains:
+        return 0
+    rows = request.rows()
+    widest = max(rows[index][field] for index in request.sparse_layers)
+    num_chosen = most_chosen(_choosing(request), request.batch_size, config.chunk_size, num_pages)
+    return NUM_BUFFERS[("kv", "grad")[field]] * buffer_bytes(num_chosen, widest * config.page_size, num_pages)
+
+
+def _staging(request: Request, keeps: bool) -> int:
+    """Buffers for runs of tokens."""
+    return staging_bytes(
+        request.rows(), request.sparse_layers, chunk_size=request.config.chunk_size, keeps=keeps, trains=request.trains
+    )
 
 
 def _problem(request: Request, placement: Placement, needed: int, out_bytes: int, *, is_optional: bool) -> str | None:
@@ -385,115 +441,6 @@ def _head(request: Request) -> int:
     # a mask live beside the logits. Qwen2.5-7B 1.60 GiB, with LoRA 1.16, unfused 1.13; Qwen2.5-0.5B 1.16.
     arithmetic = 2 * size if request.is_fused else size + widened + 3 * wide + 1
     return max(logits * arithmetic, logits * size + facts.head_grad_bytes)
-
-
-def longest_context(request: Request) -> int | None:
-    """The longest context that fits, in whole chunks if it is one or more; 0 if none does, None without a limit."""
-    chunk = request.config.chunk_size
-
-    def fits(length: int) -> bool:
-        return place(replace(request, length=length))[1] is None
-
-    step, good, bad = (chunk, 1, 2) if fits(chunk) else (1, 0, chunk)
-    while good and fits(bad * step):
-        good, bad = bad, 2 * bad
-        if bad * step > LONGEST:
-            return None
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle * step) else (good, middle)
-    # What a table of positions or a tile of the head allows need not be a whole number of chunks.
-    others = (request.length, request.facts.num_positions or 0)
-    return max(good * step, *(length for length in others if length > good * step and fits(length)), 0)
-
-
-Change = Callable[[Request], Request]
-
-
-def advice(request: Request) -> str:
-    """What would make a request fit that does not: a setting, several, more memory, or a shorter context."""
-
-    def fits(settings: dict[str, tuple[str, Change]]) -> bool:
-        return place(reduce(lambda changed, item: item[1](changed), settings.values(), request))[1] is None
-
-    longest = longest_context(request)
-    text = f"With these settings the longest context that fits is {longest:,} tokens. " if longest else ""
-    options, memory = [(item[0], item[1:]) for item in _remedies(request)], _enough_memory(request)
-    also = f", or with {memory}" if memory else ""
-    for setting, pair in options:
-        if fits({setting: pair}):
-            return f"{text}It fits with {pair[0]}{'' if setting == 'host_memory' else also}."
-    # All together, of the chunk sizes the smallest; then without those that are not needed, the dearest first.
-    chosen = dict(options)
-    if fits(chosen):
-        for left_out in reversed(list(chosen)):
-            fewer = {setting: chosen[setting] for setting in chosen if setting != left_out}
-            chosen = fewer if fits(fewer) else chosen
-        larger = ({**chosen, setting: pair} for setting, pair in options if setting == "chunk_size" in chosen)
-        chosen = next((settings for settings in larger if fits(settings)), chosen)
-        *names, last = (name for name, _ in chosen.values())
-        return f"{text}It fits with {', '.join(names)} and {last} together{also}."
-    text += f"No setting makes {request.length:,} tokens fit here." + (f" It fits with {memory}." if memory else "")
-    reached = [(longest_context(change(request)) or 0, name) for _, (name, change) in options]
-    most, name = max(reached, key=lambda pair: pair[0], default=(0, ""))
-    if most > (longest or 0):
-        return f"{text} With {name} the longest is {most:,}."
-    return text if longest or memory else f"{text} Take a smaller model, a lower precision or a larger GPU."
-
-
-def _enough_memory(request: Request) -> str | None:
-    """The host memory with which the request would fit, if there is such."""
-    asked = request.config
-    keeps, is_lean = asked.keep_attention is True, asked.checkpoint_layers is not False
-    config = replace(asked, host_memory="auto", keep_attention=keeps, checkpoint_layers=is_lean)
-    placement, problem = place(replace(request, config=config, host_room=1 << 62))
-    on_cpu = request.gpu_room is None
-    enough = (placement.host_bytes + on_cpu * placement.gpu_bytes) / MARGIN
-    if problem is not None or enough <= request.host_room:
-        return None
-    setting = "" if asked.host_memory == "auto" else 'host_memory="auto" and '
-    return f"{setting}{gib(enough + GIB / 200)} of free {'' if on_cpu else 'host '}memory"
-
-
-def _remedies(request: Request) -> Iterator[tuple[str, str, Change]]:
-    """(setting, how to write it, what it does) of all that save memory and are not in force, what costs least first."""
-    config, facts = request.config, request.facts
-
-    def setting(**changes: Any) -> Change:
-        return lambda request: replace(request, config=replace(request.config, **changes))
-
-    if config.host_memory != "auto" and parse_bytes(config.host_memory) < MARGIN * request.host_room:
-        yield "host_memory", f'host_memory="auto" ({gib(request.host_room)} are free)', setting(host_memory="auto")
-    if config.gpu_memory != "auto" and request.gpu_room is not None:
-        yield "gpu_memory", 'gpu_memory="auto"', setting(gpu_memory="auto")
-    if config.keep_attention is True:
-        yield "keep_attention", "keep_attention=False", setting(keep_attention=False)
-    if request.trains and config.checkpoint_layers is False:
-        yield "checkpoint_layers", "checkpoint_layers=True", setting(checkpoint_layers=True)
-    size = config.chunk_size // 2
-    while size >= SMALLEST_CHUNK:
-        yield "chunk_size", f"chunk_size={size}", setting(chunk_size=size)
-        size //= 2
-    if request.trains and request.float32_sums and facts.float32_sum_bytes:
-        yield "param_grad_dtype", 'param_grad_dtype="param"', _without_sums
-    if request.trains and not facts.has_adapters and facts.grad_bytes:
-        yield "lora", "LoRA (a PEFT model; --lora for plan and bench)", _with_lora
-    widest = max((layer.itemsize or facts.itemsize for layer in facts.layers), default=0)
-    for name in ("grad_dtype", "kv_dtype"):
-        if ITEMSIZES.get(getattr(config, name), widest) > 2:
-            yield name, f'{name}="bfloat16"', setting(**{name: "bfloat16"})
-
-
-def _without_sums(request: Request) -> Request:
-    saved = request.facts.missing_grad_bytes(True) - request.facts.missing_grad_bytes(False)
-    config, missing = replace(request.config, param_grad_dtype="param"), max(0, request.missing_grad_bytes - saved)
-    return replace(request, config=config, float32_sums=False, missing_grad_bytes=missing)
-
-
-def _with_lora(request: Request) -> Request:
-    """Adapters on all matrices: about twice the width, and next to no gradients."""
-    facts = replace(request.facts, has_adapters=True, layer_width=2 * request.facts.layer_width, head_grad_bytes=0)
-    return replace(request, facts=facts, missing_grad_bytes=0, optimizer_bytes=0, state_bytes=0)
 
 
 def _total(terms: tuple[Term, ...], tier: str, *, grows: bool) -> int:

@@ -82,7 +82,7 @@ def tiers() -> Any:
 @pytest.fixture(params=[7, 4 * 7], ids=["small segments", "large segments"])
 def segment_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One chunk of `stores`, or four."""
-    from oomb.memory import store as store_module
+    from oomb.memory import rows as rows_module
 
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", request.param)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", request.param)
     return request.param

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomb.memory import PageStore, Tiers
-from oomb.memory.store import ALIGNMENT, GRAD, KV, OUT
-from oomb.memory.transfer import Copier, Copies, Event, Load, Prefetcher, Ring, Slot
+from oomb.memory.rows import ALIGNMENT, GRAD, KV, OUT
+from oomb.memory.transfer import Copier, Copies, Event, Issued, Load, Prefetcher, Ring, Slot
 
 CPU = torch.device("cpu")
 
@@ -200,7 +200,7 @@ def computation_ignores_load(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
 @mutation
 def load_ignores_store_of_its_pages(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
     load = PageStore._load
-    patch.setattr(PageStore, "_load", lambda *args: dataclasses.replace(load(*args), after=None))
+    patch.setattr(PageStore, "_load", lambda *args: dataclasses.replace(load(*args), after=()))
 
 
 def gives_back_without(tiers: Tiers, patch: pytest.MonkeyPatch, *names: str) -> None:
@@ -221,10 +221,10 @@ def load_ignores_use_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -> N
 def load_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
     issue = Prefetcher._issue
 
-    def mutated(self: Prefetcher, load: Load) -> None:
+    def mutated(self: Prefetcher, load: Load) -> Issued:
         if load.ring is tiers.rings.get(GRAD) and load.pieces:
             load.ring.free[0].free_after = None
-        issue(self, load)
+        return issue(self, load)
 
     patch.setattr(Prefetcher, "_issue", mutated)
 
@@ -250,9 +250,8 @@ def chunk_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -
 def fresh_gradient_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
     issue = Prefetcher._issue
 
-    def mutated(self: Prefetcher, load: Load) -> None:
-        issue(self, load)
-        if not load.pieces:
-            self._issued[-1] = (*self._issued[-1][:2], None)
+    def mutated(self: Prefetcher, load: Load) -> Issued:
+        issued = issue(self, load)
+        return issued if load.pieces else (*issued[:2], None)
 
     patch.setattr(Prefetcher, "_issue", mutated)

@@ -14,7 +14,7 @@ import torch
 from families import relative_error
 from torch import Tensor
 
-from oomb.attention import dense, kernels, reference
+from oomb.attention import chunk, combine, kernels, reference
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -129,7 +129,7 @@ def test_segments_merge_to_the_whole(cuts: list[int], softcap: float | None) -> 
     out, lse = None, None
     for a, b, part in parts:
         o, part_lse = reference.forward(q, k[:, :, a:b], v[:, :, a:b], **part)
-        out, lse = (o, part_lse) if out is None else dense.merge(out, lse, o, part_lse)
+        out, lse = (o, part_lse) if out is None else combine.merge(out, lse, o, part_lse)
     expected_out, expected_lse = naive(q, k, v, causal=True, **mask)
     assert_close(out, expected_out)
     assert_close(lse, expected_lse)
@@ -149,7 +149,7 @@ def test_merge_is_symmetric_and_keeps_a_dominant_part() -> None:
     one, two = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     low, high = torch.full(shape[:3], -800.0).double(), torch.full(shape[:3], 800.0).double()
     for first, second in (((one, low), (two, high)), ((two, high), (one, low))):
-        out, lse = dense.merge(first[0].clone(), first[1], second[0].clone(), second[1])
+        out, lse = combine.merge(first[0].clone(), first[1], second[0].clone(), second[1])
         assert torch.equal(out, two) and torch.equal(lse, high)
 
 
@@ -188,7 +188,7 @@ def test_attend_splits_gradients_between_chunk_and_past(
     sinks = torch.randn(6, dtype=torch.float64) if with_sinks else None
     later = (torch.randn_like(k[:, :, past_length:]), torch.randn_like(v[:, :, past_length:])) if with_later else None
     past = ListPast(k[:, :, :past_length], v[:, :, :past_length], later, cut=past_length // 3)
-    spec = dense.Spec(scale=0.4, window=window)
+    spec = chunk.Spec(scale=0.4, window=window)
     own_k, own_v = k[:, :, past_length:], v[:, :, past_length:]
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
@@ -199,10 +199,10 @@ def test_attend_splits_gradients_between_chunk_and_past(
         expected, expected_lse = expected * (expected_lse - whole).exp().unsqueeze(-1), whole
     expected_grads = torch.autograd.grad(expected, leaves, dout)
 
-    out, lse = dense.attend(q, own_k, own_v, sinks, past, spec)
+    out, lse = chunk.attend(q, own_k, own_v, sinks, past, spec)
     assert_close(out, expected)
     assert_close(lse, expected_lse)
-    dq, dk, dv, dsinks = dense.attend_backward(dout, q, own_k, own_v, sinks, out, lse, past, spec)
+    dq, dk, dv, dsinks = chunk.attend_backward(dout, q, own_k, own_v, sinks, out, lse, past, spec)
     assert_close(dq, expected_grads[0], 1e-11)
     for own, in_past, expected_grad, left in zip(
         (dk, dv), (past.dk, past.dv), expected_grads[1:3], later or (0, 0), strict=True
@@ -259,7 +259,7 @@ def check_kernel(
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
     other = reference.forward(exact[0], *exact[4:], **{**mask, "causal": False, "window": None})
-    merged_out, merged_lse = dense.merge(expected_out.clone(), expected_lse, *other)
+    merged_out, merged_lse = combine.merge(expected_out.clone(), expected_lse, *other)
     shares = kernel.backward(dout, q, k, v, merged_out.to(dtype), merged_lse.to(lse.dtype), **mask)
     expected = reference.backward(exact[3], *exact[:3], merged_out, merged_lse, **mask)
     for actual, reference_share in zip(shares, expected, strict=True):

@@ -22,8 +22,8 @@ from oomb.memory import (
     slabs,
     staging_bytes,
 )
-from oomb.memory import store as store_module
-from oomb.memory.store import ALIGNMENT, GRAD, KV, NEW, OUT, largest_segment
+from oomb.memory import rows as rows_module
+from oomb.memory.rows import ALIGNMENT, GRAD, KV, NEW, OUT, largest_segment
 
 
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 5000), st.integers(0, 6))
@@ -54,9 +54,9 @@ def test_the_example_of_segment_bounds() -> None:
 def test_the_largest_segment_is_bounded_in_tokens_and_bytes(chunk_size: int, row: int) -> None:
     size = largest_segment(chunk_size, row)
     assert size == chunk_size << (size // chunk_size).bit_length() - 1
-    may_double = 2 * size <= store_module.SEGMENT_SIZE and 2 * size * row <= store_module.SEGMENT_BYTES
+    may_double = 2 * size <= rows_module.SEGMENT_SIZE and 2 * size * row <= rows_module.SEGMENT_BYTES
     assert not may_double
-    assert size == chunk_size or (size <= store_module.SEGMENT_SIZE and size * row <= store_module.SEGMENT_BYTES)
+    assert size == chunk_size or (size <= rows_module.SEGMENT_SIZE and size * row <= rows_module.SEGMENT_BYTES)
 
 
 FIELDS = st.lists(
@@ -250,12 +250,7 @@ def test_staging_bytes_are_those_of_the_rings(tiers: Tiers, keeps: bool, trains:
     spec = layer_spec()
     make_store(tiers, layers={0: spec}, keeps=keeps, trains=trains)
     expected = staging_bytes(
-        kv_row=spec.kv.num_bytes,
-        grad_row=spec.grad.num_bytes,
-        out_row=spec.out.num_bytes,
-        chunk_size=CHUNK,
-        keeps=keeps,
-        trains=trains,
+        [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes)], [], chunk_size=CHUNK, keeps=keeps, trains=trains
     )
     assert sum(ring.num_bytes for ring in tiers.rings.values()) == expected
     assert set(tiers.rings) == {KV, NEW, *[GRAD] * trains, *[OUT] * keeps}

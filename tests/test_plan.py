@@ -15,15 +15,16 @@ from families import FAMILIES, SIZES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oomb import advice, loss, planner
 from oomb import forecast as forecasting
-from oomb import loss, planner
 from oomb import plan as planning
+from oomb.advice import decide, longest_context
 from oomb.config import Config
 from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast, machine_named
 from oomb.memory import GPU, HOST, OutOfPages, row_bytes, staging_bytes
 from oomb.metrics import GIB
-from oomb.plan import LayerFacts, ModelFacts, Placement, Request, decide, longest_context, place
+from oomb.plan import LayerFacts, ModelFacts, Placement, Request, place
 
 MIB = 1 << 20
 SOME_FAMILIES = [
@@ -236,7 +237,7 @@ def test_pages_fill_the_gpu_first_and_then_the_host() -> None:
     placement = ask(config=Config(chunk_size=256, page_size=64, gpu_memory=budget), length=100_000)
     assert placement.gpu_tokens == 300 * 64 and placement.host_tokens == placement.capacity - 300 * 64
     assert placement.gpu_bytes == budget
-    staging = staging_bytes(kv_row=128, grad_row=128, out_row=128 + 16, chunk_size=256, keeps=True, trains=True)
+    staging = staging_bytes([(128, 128, 128 + 16)], [], chunk_size=256, keeps=True, trains=True)
     assert placement.needed_bytes == needed + staging
     assert placement.keep_attention and placement.gpu_out_tokens == 0
 
@@ -330,9 +331,9 @@ def test_advice_is_no_more_than_is_needed() -> None:
             facts=TINY, config=config, batch_size=1, length=10**6, trains=True, float32_sums=True, fused=True,
             gpu_room=room, host_room=500 * MIB, missing_grad_bytes=8 * MIB, optimizer_bytes=0,
         )  # fmt: skip
-        if place(request)[1] is None or "together" not in (text := planning.advice(request)):
+        if place(request)[1] is None or "together" not in (text := advice.advice(request)):
             continue
-        changes = {name: change for _, name, change in planning._remedies(request)}
+        changes = {name: change for _, name, change in advice._remedies(request)}
         chosen = [name for name in changes if name in text]
         assert len(chosen) > 1
         for left_out in ["", *chosen]:

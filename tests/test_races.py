@@ -19,6 +19,7 @@ from torch import Tensor
 
 import oomb
 from oomb.memory import PageStore, Tiers
+from oomb.memory import rows as rows_module
 from oomb.memory import store as store_module
 from oomb.memory.transfer import Copier, Copies, Event, Load, Prefetcher, Slot
 
@@ -35,7 +36,7 @@ MODELS = [("llama", 1), ("llama", 3), ("mistral_sliding", 2)]
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks, so that more of them are on their way than there are buffers."""
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", 2 * CHUNK_SIZE)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", 2 * CHUNK_SIZE)
 
 
 @functools.lru_cache
@@ -158,7 +159,7 @@ def forget_without_waiting(self: Prefetcher) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence is closed while its pages are being loaded; another one gets them and stores into them."""
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", CHUNK)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     if not waits:
         monkeypatch.setattr(Prefetcher, "forget", forget_without_waiting)
     tiers = Tiers(CPU)
@@ -179,7 +180,7 @@ def test_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest
 
 def test_a_dropped_forecast_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for is not what was expected, again and again, with copies as late as they may be."""
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", CHUNK)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     tiers = Tiers(CPU)
     tiers.copier = tiers.prefetcher.copier = LateCopies()
     store = make_store(tiers)
@@ -250,7 +251,7 @@ def delay_computation(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed
 
 @pytest.fixture
 def gpu_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", 2 * GPU_CHUNK)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", 2 * GPU_CHUNK)
 
 
 def gpu_results(model: Any, disturb: Callable[[Tiers, pytest.MonkeyPatch], None] | None = None, **config: Any) -> Any:

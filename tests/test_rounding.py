@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb.memory import (
+from oomb.rounding import (
     accumulate_,
     accumulate_reference,
 )

@@ -214,11 +214,11 @@ def test_an_exception_in_the_middle_frees_everything(phase: str, placement: str)
 
 def test_an_exception_inside_attention_loses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where all the errors are kept, and with them what they have hold of."""
-    from oomb.attention import dense
+    from oomb.attention import chunk
 
     model = copy.deepcopy(tiny("llama"))
     engine = engine_for(model, 32, gpu_memory=0, kernels="torch", keep_attention=False, checkpoint_layers=False)
-    attend_backward, calls = dense.attend_backward, itertools.count()
+    attend_backward, calls = chunk.attend_backward, itertools.count()
 
     def stumble(*args: Any) -> Any:
         for _ in args[7].segments(0):
@@ -229,7 +229,7 @@ def test_an_exception_inside_attention_loses_no_buffer(monkeypatch: pytest.Monke
     errors = []
     for _ in range(5):
         with monkeypatch.context() as patch:
-            patch.setattr(dense, "attend_backward", stumble)
+            patch.setattr(chunk, "attend_backward", stumble)
             try:
                 engine.loss(random_ids(1, LENGTH, seed=5)).backward()
             except RuntimeError as error:

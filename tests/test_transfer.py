@@ -23,9 +23,9 @@ from oomb.memory import (
     free_host_bytes,
     slabs,
 )
-from oomb.memory import store as store_module
+from oomb.memory import rows as rows_module
+from oomb.memory.rows import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND
 from oomb.memory.slabs import HostSlab
-from oomb.memory.store import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND
 from oomb.memory.transfer import Copier, Load, Prefetcher, Ring
 
 
@@ -200,7 +200,7 @@ def test_a_new_forecast_takes_the_place_of_the_old() -> None:
 
 def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every load is forecast, in the right order: `forget` finds nothing on its way."""
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", CHUNK)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()}, gpu_tokens=4, keeps=True)
     fill(store)
     dropped = []
@@ -240,7 +240,7 @@ def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pyte
 
 @pytest.mark.parametrize("how", ["raises", "stops"])
 def test_buffers_are_not_lost_by_a_consumer_who_leaves(how: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "SEGMENT_SIZE", CHUNK)
+    monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     store = make_store(tiers)
     k, *_ = fill(store)[0]
 

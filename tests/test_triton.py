@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from oomb import grads
+from oomb import grads, rounding
 from oomb.attention import combine
-from oomb.memory import Row, rounding
+from oomb.memory import Row
+from oomb.triton_kernels import mixed_bits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -74,7 +75,7 @@ def test_add_to_float32(num_elements: int) -> None:
 def random_bits_kernel(bits, seed, num_elements, TILE: tl.constexpr):
     """The random bits of elements 0, 1, 2, ..."""
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    drawn = tl.randint(seed, index).to(tl.int32, bitcast=True)
+    drawn = mixed_bits(seed, index).to(tl.int32, bitcast=True)
     tl.store(bits + index, drawn, index < num_elements)
 
 

@@ -1,21 +1,23 @@
 """Exact attention of a chunk: segments of the past and the chunk itself, each by one kernel call, merged by lse.
 
-The past is seen through `Past`, a narrow face behind which pages may lie anywhere. The unit of work is "attend to this
-run of keys, return (out, lse)"; the backward of a run, given the merged out and lse, yields exactly its share of the
-gradients. Shapes as in `reference.py`.
+The unit of work is "attend to this run of keys, return (out, lse)"; the backward of a run, given the merged out and
+lse, yields exactly its share of the gradients. Shapes as in `reference.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from oomb.attention.combine import add, merge
 from oomb.attention.kernels import Ask, Kernel, choose
+
+if TYPE_CHECKING:
+    from oomb.attention.chunk import Spec
 
 
 class Past(Protocol):
@@ -34,16 +36,6 @@ class Past(Protocol):
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What the layer's attention is, besides its tensors."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    kernels: str = "auto"
-
-
-@dataclass(frozen=True)
 class Run:
     """A run of keys attended to at once. `past` of its keys come from the past, starting at token `start`; the last run
     ends with the chunk itself."""
@@ -56,14 +48,11 @@ class Run:
     is_last: bool
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Output and lse of the chunk's queries over the past and the chunk itself."""
-    with _without_autocast(q):
-        return _attend(q, k, v, sinks, past, spec)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, spec: Spec) -> tuple[Tensor, Tensor]:
-    kernel = _kernel(q, v, past, spec)
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, past: Past, spec: Spec, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Output and lse over the past and the chunk; the output in `dtype`, or as it comes (float32 or wider)."""
+    kernel = pick(q, v, past.length, spec)
     out: Tensor | None = None
     lse: Tensor | None = None
     for run in _runs(k, v, past, spec):
@@ -71,27 +60,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past, s
         if out is None or lse is None:
             out, lse = out_run, lse_run
         else:
-            out, lse = merge(out, lse, out_run, lse_run, q.dtype if run.is_last and sinks is None else None)
+            out, lse = merge(out, lse, out_run, lse_run, dtype if run.is_last else None)
     assert out is not None and lse is not None
-    if sinks is not None:
-        whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
-        out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
-    return out.to(q.dtype), lse
+    return out, lse
 
 
-def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    past: Past,
-    spec: Spec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the chunk's q, k, v and of the sinks. Those of the past go into its gradient pages."""
-    kernel = _kernel(q, v, past, spec)
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, past: Past, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the chunk's q, k and v, without what later chunks have left."""
+    kernel = pick(q, v, past.length, spec)
     dq: Tensor | None = None
     own: tuple[Tensor, Tensor] | None = None
     for run in _runs(k, v, past, spec):
@@ -103,68 +81,30 @@ def attend_backward(
         if run.past < run.k.shape[2]:
             own = dk[:, :, run.past :], dv[:, :, run.past :]
     assert dq is not None and own is not None
-    own = past.with_later(*own)
-    dsinks = None
-    if sinks is not None:
-        # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
-        delta = (dout.to(lse.dtype) * out).sum(-1)
-        dsinks = -((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-    return dq, own[0].to(k.dtype), own[1].to(v.dtype), dsinks
+    return dq, *own
 
 
-def _without_autocast(x: Tensor) -> torch.autocast:
-    """Kernels choose their precision themselves; autocast would round the plain one's float32 products."""
-    return torch.autocast(x.device.type, enabled=False)
-
-
-class ChunkAttention(torch.autograd.Function):
-    """`attend` with its backward. `kept` holds (out, lse) where an earlier forward of this chunk has computed them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        past: Past,
-        spec: Spec,
-        kept: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = kept if kept is not None else attend(q, k, v, sinks, past, spec)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.past, ctx.spec = past, spec
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        with _without_autocast(q):
-            grads = attend_backward(dout, q, k, v, sinks, out, lse, ctx.past, ctx.spec)
-        return (*grads, None, None, None)
-
-
-def _kernel(q: Tensor, v: Tensor, past: Past, spec: Spec) -> Kernel:
+def pick(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Kernel:
+    """The kernel for a chunk after `past_length` tokens."""
     ask = Ask(
         device=q.device.type,
         dtype=q.dtype,
         head_size=q.shape[-1],
         value_size=v.shape[-1],
-        window=_window(q, past, spec) is not None,
+        window=_window(q, past_length, spec) is not None,
         softcap=spec.softcap is not None,
     )
     return choose(spec.kernels, ask)
 
 
-def _window(q: Tensor, past: Past, spec: Spec) -> int | None:
+def _window(q: Tensor, past_length: int, spec: Spec) -> int | None:
     """The window, if this chunk is late enough in the sequence to feel it."""
-    return spec.window if spec.window is not None and spec.window < past.length + q.shape[2] else None
+    return spec.window if spec.window is not None and spec.window < past_length + q.shape[2] else None
 
 
 def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
     mask = {"scale": spec.scale, "softcap": spec.softcap}
-    window = _window(k, past, spec)
+    window = _window(k, past.length, spec)
     if window is None:
         for start, k_seg, v_seg in past.segments(0):
             yield Run(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False}, is_last=False)

@@ -3,29 +3,36 @@
 pages.py     which page belongs to whom: integers
 slabs.py     the bytes behind the pages, on the GPU and in pinned host memory
 transfer.py  copies between the tiers, ahead of need
-store.py     the pages of one sequence, as attention sees them
-rounding.py  adding to gradients at rest
+rows.py      how a token's bytes lie, and how a past is cut
+store.py     the pages of one sequence
+past.py      what a chunk sees of a layer's pages
+chosen.py    those of them that sparse attention has chosen
 """
 
+from oomb.memory.chosen import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen, table_bytes
 from oomb.memory.pages import GPU, HOST, OutOfPages
-from oomb.memory.rounding import accumulate_, accumulate_reference
+from oomb.memory.past import LayerPast
+from oomb.memory.rows import LayerSpec, Row, row_bytes, segment_bounds, staging_bytes
 from oomb.memory.slabs import Tiers, free_gpu_bytes, free_host_bytes
-from oomb.memory.store import LayerPast, LayerSpec, PageStore, Row, row_bytes, segment_bounds, staging_bytes
+from oomb.memory.store import PageStore
 
 __all__ = [
     "GPU",
     "HOST",
+    "NUM_BUFFERS",
+    "Choosing",
     "LayerPast",
     "LayerSpec",
     "OutOfPages",
     "PageStore",
     "Row",
     "Tiers",
-    "accumulate_",
-    "accumulate_reference",
+    "buffer_bytes",
     "free_gpu_bytes",
     "free_host_bytes",
+    "most_chosen",
     "row_bytes",
     "segment_bounds",
     "staging_bytes",
+    "table_bytes",
 ]

@@ -14,105 +14,31 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from oomb.memory.chosen import Choosing, ChosenPages
 from oomb.memory.pages import GPU, HOST, Column, Intervals
-from oomb.memory.rounding import accumulate_
+from oomb.memory.past import ChosenLayerPast, LayerPast, mix
+from oomb.memory.rows import (
+    GRAD,
+    KV,
+    NEW,
+    NUM_AHEAD,
+    NUM_BEHIND,
+    OUT,
+    LayerSpec,
+    Row,
+    largest_segment,
+    ring_bytes,
+    segment_bounds,
+)
 from oomb.memory.slabs import Holding, Tiers
-from oomb.memory.transfer import Copies, Event, Load, Ring
-
-KV, GRAD, OUT = "kv", "grad", "out"
-"""The kinds of pages: K and V; their gradients; attention outputs and their lse."""
-NEW = "new"
-"""The staging buffers of a chunk's own K and V on their way out."""
-
-SEGMENT_SIZE = 32768
-"""Most tokens in one segment. Longer segments save merges (a pass over the output each); on an H200 the attention
-kernel itself gains nothing above 32K."""
-SEGMENT_BYTES = 2**26
-"""Most bytes of K and V in one segment: 32768 tokens of a layer of Qwen2.5-7B. Several of them are staged at once."""
-ALIGNMENT = 16
-NUM_AHEAD = 3
-"""Buffers for segments: one in use, two on their way."""
-NUM_BEHIND = 2
-"""Buffers for what a chunk leaves behind: one being filled, one on its way out."""
-
-
-def row_bytes(*field_bytes: int) -> int:
-    """Bytes of a row whose fields are aligned, as the widest loads of a GPU want them."""
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in field_bytes)
-
-
-def largest_segment(chunk_size: int, kv_row: int) -> int:
-    """Tokens of the largest segment: the chunk size times a power of two."""
-    size = chunk_size
-    while size * 2 <= min(SEGMENT_SIZE, SEGMENT_BYTES // max(1, kv_row)):
-        size *= 2
-    return size
-
-
-def staging_bytes(*, kv_row: int, grad_row: int, out_row: int, chunk_size: int, keeps: bool, trains: bool) -> int:
-    """GPU memory of all staging buffers, for rows of these sizes."""
-    segment = largest_segment(chunk_size, kv_row)
-    total = NUM_AHEAD * segment * (kv_row + grad_row * trains)
-    return total + NUM_BEHIND * chunk_size * (kv_row + out_row * keeps)
-
-
-def segment_bounds(first: int, end: int, chunk_size: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Cuts [first, end) into few segments of few different sizes, since attention kernels are planned per size.
-
-    The sizes are chunk_size times powers of two, the largest first: 7 chunks of 4096 become 16384 + 8192 + 4096.
-    What is no multiple of the chunk (the start of a sliding window) comes first.
-    """
-    ragged = (end - first) % chunk_size
-    if ragged:
-        yield first, first + ragged
-        first += ragged
-    size = largest
-    while first < end:
-        while size > end - first:
-            size //= 2
-        yield first, first + size
-        first += size
-
-
-class Row:
-    """The layout of a token's bytes: fields of shape [B, heads, ...] one after the other."""
-
-    def __init__(self, *fields: tuple[tuple[int, ...], torch.dtype]) -> None:
-        self.fields = []
-        at = 0
-        for shape, dtype in fields:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            self.fields.append((at, size, shape, dtype))
-            at += row_bytes(size)
-        self.num_bytes = at
-
-    def views(self, data: Tensor, num_tokens: int) -> list[Tensor]:
-        """The fields of the first `num_tokens` rows in `data`, each [B, heads, T, ...]."""
-        rows = data[: num_tokens * self.num_bytes].view(num_tokens, self.num_bytes)
-        return [
-            rows[:, at : at + size].view(dtype).view(num_tokens, *shape).movedim(0, 2)
-            for at, size, shape, dtype in self.fields
-        ]
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """The rows of a layer, and how far it looks back."""
-
-    kv: Row
-    grad: Row
-    out: Row
-    dtype: torch.dtype
-    window: int | None = None
-
-    def row(self, kind: str) -> Row:
-        return {KV: self.kv, GRAD: self.grad, OUT: self.out}[kind]
+from oomb.memory.transfer import Copies, Event, Load, Ring, Work
+from oomb.rounding import accumulate_
 
 
 @dataclass(frozen=True)
@@ -141,26 +67,33 @@ class PageStore:
         chunk_size: int,
         page_size: int,
         gpu_tokens: int,
+        gpu_grad_tokens: int | None = None,
         gpu_out_tokens: int = 0,
         keeps: bool = False,
         trains: bool = True,
+        choosing: Choosing | None = None,
     ) -> None:
         self.tiers, self.layers = tiers, layers
         self.capacity, self.chunk_size, self.page_size = capacity, chunk_size, page_size
-        self.keeps = keeps
+        self.keeps, self.choosing = keeps, choosing
         self.seed = 0
         """Of the random rounding of gradients."""
         self.num_pages = -(-capacity // page_size)
         self.gpu_pages = {
             kind: self.num_pages if tokens >= capacity else tokens // page_size
-            for kind, tokens in ((KV, gpu_tokens), (GRAD, gpu_tokens), (OUT, gpu_out_tokens))
+            for kind, tokens in (
+                (KV, gpu_tokens),
+                (GRAD, gpu_tokens if gpu_grad_tokens is None else gpu_grad_tokens),
+                (OUT, gpu_out_tokens),
+            )
         }
         self.kinds = [KV] + [GRAD] * trains + [OUT] * keeps
         self.touched = {layer: Intervals() for layer in layers}
         """Tokens whose gradient pages hold something."""
         self.stored: dict[tuple[str, int], Event] = {}
         """When the latest store of a kind and layer is done."""
-        self.ring_bytes = self._ring_sizes()
+        rows = [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes) for spec in layers.values()]
+        self.ring_bytes = ring_bytes(rows, [i for i, layer in enumerate(layers) if self.is_sparse(layer)], chunk_size)
         self.holding = Holding()
         needed: Counter[tuple[str, int]] = Counter()
         for layer in layers:
@@ -175,10 +108,15 @@ class PageStore:
                 for kind in self.kinds:
                     if kind != GRAD:
                         self._create(kind, layer, 0, self.num_pages)
+            self.chosen = ChosenPages(self, choosing, trains) if choosing is not None else None
+            # Here rather than when the first of them is needed: what is to fail for want of memory fails early.
             if any(self.gpu_pages[kind] < self.num_pages for kind in self.kinds):
-                # Here rather than when the first of them is needed: what is to fail for want of memory fails early.
                 for kind in (*self.kinds, NEW):
                     self._ring(kind)
+            if self.chosen is not None and self.chosen.layers:
+                for kind in (KV, GRAD) if trains else (KV,):
+                    if self.chosen.needs_buffers(kind):
+                        self.chosen.ring(kind)
         except BaseException:
             # The error holds on to us, perhaps for long.
             self.close()
@@ -203,9 +141,14 @@ class PageStore:
             whole = torch.contiguous_format
             return out.transpose(1, 2).clone(memory_format=whole).transpose(1, 2), lse.clone(memory_format=whole)
 
-    def past(self, layer: int, chunk_start: int, chunk_end: int) -> LayerPast:
+    def past(self, layer: int, chunk_start: int, chunk_end: int) -> LayerPast | ChosenLayerPast:
         """The layer's pages as the chunk [chunk_start, chunk_end) sees them."""
-        return LayerPast(self, layer, chunk_start, chunk_end)
+        kind = ChosenLayerPast if self.is_sparse(layer) else LayerPast
+        return kind(self, layer, chunk_start, chunk_end)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer reads chosen pages. A window is bounded as it is."""
+        return self.choosing is not None and self.layers[layer].window is None
 
     def segments(self, layer: int, first: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         dtype = self.layers[layer].dtype
@@ -227,7 +170,7 @@ class PageStore:
                         continue
                     for a, b in fresh:
                         total[:, :, a - low : b - low] = 0
-                    accumulate_(total, share, _mix(self.seed, layer, seed, low, index))
+                    accumulate_(total, share, mix(self.seed, layer, seed, low, index))
             self.touched[layer].add(low, high)
 
     def with_later(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,10 +203,40 @@ class PageStore:
             self.tiers.leave()
             self.tiers.close(self.holding)
 
+    def page(self, kind: str, layer: int, page: int, tier: str) -> Tensor | None:
+        """The bytes of a page, if it lies in `tier`."""
+        low, high = page * self.page_size, (page + 1) * self.page_size
+        return next((p.data for p in self._pieces(kind, layer, low, high) if p.tier == tier), None)
+
+    def first_bytes(self, kind: str, layer: int) -> Tensor:
+        """The bytes of the first run of pages, on the GPU."""
+        return next(self._pieces(kind, layer, 0, self.num_pages * self.page_size)).data
+
+    def addresses(self, kind: str, layer: int) -> list[int]:
+        """Where every page begins. Gradient pages are created with this."""
+        page_bytes, column = self.holding.columns[kind, layer]
+        for gap in list(column.missing(0, self.num_pages)):
+            self._create(kind, layer, *gap)
+        if kind == GRAD:
+            self.touched[layer].add(0, self.capacity)
+        return [
+            self.tiers.view(page_bytes, run).data_ptr() + i * page_bytes
+            for run in column.pieces(0, self.num_pages)
+            for i in range(run.count)
+        ]
+
+    def own_grads(self, layer: int, start: int, end: int) -> AbstractContextManager[list[Tensor]]:
+        return self._resident(GRAD, layer, start, end)
+
+    def store_back(self, kind: str, layer: int, work: Work, after: Event) -> Event:
+        return self._store(kind, layer, work, after)
+
     def _forward_loads(self, start: int, end: int, kept: bool) -> Iterator[Load]:
         for layer in self.layers:
             if kept and self.keeps and start < self.capacity:
                 yield from self._loads(OUT, layer, start, end)
+            elif self.is_sparse(layer):
+                yield from self._chosen_loads(layer, start, end, [KV])
             else:
                 for low, high in self._bounds(layer, self._first(layer, start, end), start):
                     yield from self._loads(KV, layer, low, high)
@@ -272,6 +245,11 @@ class PageStore:
         for layer in list(self.layers)[::-1]:
             if kept and self.keeps and start < self.capacity:
                 yield from self._loads(OUT, layer, start, end)
+            if self.is_sparse(layer):
+                yield from self._chosen_loads(layer, start, end, [KV, GRAD])
+                if start < self.capacity:
+                    yield from self._loads(GRAD, layer, start, end)
+                continue
             first = self._first(layer, start, end)
             bounds = list(self._bounds(layer, first, start))
             # With a window all of the past is put together first, without one it is gone through once.
@@ -283,6 +261,13 @@ class PageStore:
             if start < self.capacity:
                 for low, high in self.touched[layer].within(start, end):
                     yield from self._loads(GRAD, layer, low, high)
+
+    def _chosen_loads(self, layer: int, start: int, end: int, kinds: list[str]) -> Iterator[Load]:
+        """Of chosen pages, where the choice is known."""
+        assert self.chosen is not None
+        if self.chosen.choice(layer, start, end) is not None:
+            for kind in kinds:
+                yield from self.chosen.loads(kind, layer, start, end)
 
     def _loads(self, kind: str, layer: int, low: int, high: int) -> Iterator[Load]:
         """What must be loaded for these tokens: nothing if they lie on the GPU."""
@@ -298,7 +283,8 @@ class PageStore:
             for piece in self._pieces(kind, layer, a, b)
             if piece.tier == HOST
         ]
-        return Load((id(self), kind, layer, low, high), self._ring(kind), tuple(pieces), self.stored.get((kind, layer)))
+        after = (self.stored.get((kind, layer)),)
+        return Load((id(self), kind, layer, low, high), self._ring(kind), tuple(pieces), after)
 
     @contextmanager
     def _resident(self, kind: str, layer: int, low: int, high: int, writes: bool = False) -> Iterator[list[Tensor]]:
@@ -347,8 +333,8 @@ class PageStore:
         ]
         ring.give(slot, self._store(kind, layer, copies, self.tiers.copier.mark()))
 
-    def _store(self, kind: str, layer: int, copies: Copies, after: Event) -> Event:
-        self.stored[kind, layer] = done = self.tiers.copier.store(copies, after=(after,))
+    def _store(self, kind: str, layer: int, work: Work, after: Event) -> Event:
+        self.stored[kind, layer] = done = self.tiers.copier.store(work, after=(after,))
         return done
 
     def _create(self, kind: str, layer: int, first: int, end: int) -> None:
@@ -378,8 +364,15 @@ class PageStore:
         return low // self.page_size, -(-high // self.page_size)
 
     def _bounds(self, layer: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-        largest = largest_segment(self.chunk_size, self.layers[layer].kv.num_bytes)
-        return segment_bounds(first, end, self.chunk_size, largest)
+        return segment_bounds(first, end, self.chunk_size, self._largest(layer))
+
+    def _largest(self, layer: int) -> int:
+        """Most tokens in one segment; of a layer that reads chosen pages, those of the chunk itself."""
+        return (
+            self.chunk_size
+            if self.is_sparse(layer)
+            else largest_segment(self.chunk_size, self.layers[layer].kv.num_bytes)
+        )
 
     def _is_windowed(self, layer: int, end: int) -> bool:
         window = self.layers[layer].window
@@ -392,39 +385,6 @@ class PageStore:
     def _row(self, kind: str, layer: int) -> Row:
         return self.layers[layer].row(kind)
 
-    def _ring_sizes(self) -> dict[str, int]:
-        """Bytes of a buffer: for segments of K and V and of gradients, for what a chunk keeps, and for its new K, V."""
-        specs = self.layers.values()
-        segments = [largest_segment(self.chunk_size, spec.kv.num_bytes) for spec in specs]
-        return {
-            KV: max((size * spec.kv.num_bytes for size, spec in zip(segments, specs, strict=True)), default=0),
-            GRAD: max((size * spec.grad.num_bytes for size, spec in zip(segments, specs, strict=True)), default=0),
-            OUT: max((self.chunk_size * spec.out.num_bytes for spec in specs), default=0),
-            NEW: max((self.chunk_size * spec.kv.num_bytes for spec in specs), default=0),
-        }
-
     def _ring(self, kind: str) -> Ring:
         num_slots = NUM_AHEAD if kind in (KV, GRAD) else NUM_BEHIND
         return self.tiers.ring(kind, num_slots, self.ring_bytes[kind])
-
-
-class LayerPast:
-    """What one chunk sees of a layer's pages (the `Past` of `oomb.attention.dense`)."""
-
-    def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
-        self.store, self.layer = store, layer
-        self.length, self.end = start, end
-
-    def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        return self.store.segments(self.layer, first, self.length)
-
-    def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
-        self.store.add_grad(self.layer, start, dk, dv, seed=self.length)
-
-    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        return self.store.with_later(self.layer, self.length, self.end, dk, dv)
-
-
-def _mix(*numbers: int) -> int:
-    """One number below 2**31 of several."""
-    return hash(numbers) % (2**31)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch import Tensor
 Event = Any
 Copies = list[tuple[Tensor, Tensor]]
 """(destination, source) pairs."""
+Work = Copies | Callable[[], None]
+"""Copies, or what makes them: kernels that read which ones on the GPU, and count them there."""
 
 
 class Copier:
@@ -32,21 +35,31 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_async = device.type == "cuda"
-        self.loaded_bytes = self.stored_bytes = 0
+        self._copied_bytes = [0, 0]
+        self.moved_bytes = torch.zeros(2, dtype=torch.int64, device=device)
+        """What kernels have loaded and stored, counted by them."""
         self._waited_seconds = 0.0
         self._waits: deque[tuple[Event, Event]] = deque()
         if self.is_async:
             self.loads, self.stores = (torch.cuda.Stream(device) for _ in range(2))
 
-    def load(self, copies: Copies, after: Iterable[Event] = ()) -> Event:
+    def load(self, work: Work, after: Iterable[Event] = ()) -> Event:
         """Copies to the GPU once `after` has happened; the event says when it is done."""
-        self.loaded_bytes += sum(dst.nbytes for dst, _ in copies)
-        return self._run(self.loads if self.is_async else None, copies, after)
+        self._copied_bytes[0] += 0 if callable(work) else sum(dst.nbytes for dst, _ in work)
+        return self._run(self.loads if self.is_async else None, work, after)
 
-    def store(self, copies: Copies, after: Iterable[Event] = ()) -> Event:
+    def store(self, work: Work, after: Iterable[Event] = ()) -> Event:
         """Copies to the host once `after` has happened; the event says when it is done."""
-        self.stored_bytes += sum(dst.nbytes for dst, _ in copies)
-        return self._run(self.stores if self.is_async else None, copies, after)
+        self._copied_bytes[1] += 0 if callable(work) else sum(dst.nbytes for dst, _ in work)
+        return self._run(self.stores if self.is_async else None, work, after)
+
+    @property
+    def loaded_bytes(self) -> int:
+        return self._copied_bytes[0] + int(self.moved_bytes[0])
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._copied_bytes[1] + int(self.moved_bytes[1])
 
     def mark(self) -> Event:
         """The present point of the computation."""
@@ -78,7 +91,8 @@ class Copier:
     def reset(self) -> None:
         """Counts from zero again."""
         self._count_waits()
-        self.loaded_bytes = self.stored_bytes = 0
+        self._copied_bytes = [0, 0]
+        self.moved_bytes.zero_()
         self._waited_seconds = 0.0
         self._waits.clear()
 
@@ -87,20 +101,26 @@ class Copier:
             begin, end = self._waits.popleft()
             self._waited_seconds += begin.elapsed_time(end) / 1000
 
-    def _run(self, stream: Any, copies: Copies, after: Iterable[Event]) -> Event:
+    def _run(self, stream: Any, work: Work, after: Iterable[Event]) -> Event:
         if stream is None:
             begin = time.perf_counter()
-            for dst, src in copies:
-                dst.copy_(src)
+            _do(work)
             self._waited_seconds += time.perf_counter() - begin
             return None
         for event in after:
             if event is not None:
                 stream.wait_event(event)
         with torch.cuda.stream(stream):
-            for dst, src in copies:
-                dst.copy_(src, non_blocking=True)
+            _do(work)
         return stream.record_event()
+
+
+def _do(work: Work) -> None:
+    if callable(work):
+        work()
+        return
+    for dst, src in work:
+        dst.copy_(src, non_blocking=True)
 
 
 @dataclass(eq=False)
@@ -131,13 +151,18 @@ class Ring:
 
 @dataclass(frozen=True)
 class Load:
-    """What to bring into a buffer of `ring`, once `after` has happened: (offset in the buffer, bytes on the host)
-    pairs. The key says what it is."""
+    """What to bring into a buffer of `ring`, once all of `after` has happened: (offset in the buffer, bytes on the
+    host) pairs, or what a kernel finds out by itself. The key says what it is."""
 
     key: tuple[Any, ...]
     ring: Ring
     pieces: tuple[tuple[int, Tensor], ...]
-    after: Event = field(default=None, compare=False)
+    after: tuple[Event, ...] = field(default=(), compare=False)
+    bring: Callable[[Tensor], None] | None = field(default=None, compare=False)
+
+
+Issued = tuple[Load, Slot, Event]
+"""A load under way, the buffer that it fills, and when it is done."""
 
 
 class Prefetcher:
@@ -150,7 +175,14 @@ class Prefetcher:
         self.copier = copier
         self._coming: Iterator[Load] = iter(())
         self._next: Load | None = None
-        self._issued: deque[tuple[Load, Slot, Event]] = deque()
+        self._issued: deque[Issued] = deque()
+        self._started: dict[tuple[Any, ...], Issued] = {}
+        """Asked for beside the forecast."""
+
+    def start(self, load: Load) -> None:
+        """This will be asked for soon, whatever else is forecast. Nothing happens if there is no free buffer."""
+        if load.ring.free and load.key not in self._started:
+            self._started[load.key] = self._issue(load)
 
     def expect(self, loads: Iterable[Load]) -> None:
         """From now on these will be asked for, in this order."""
@@ -161,14 +193,18 @@ class Prefetcher:
 
     def take(self, load: Load) -> Slot:
         """The buffer with what was asked for, ready for the computation to read and to overwrite."""
+        if load.key in self._started:
+            _, slot, done = self._started.pop(load.key)
+            self.copier.wait(done)
+            return slot
         if not self._issued or self._issued[0][0].key != load.key:
-            if not load.pieces and load.ring.free:
+            if not load.pieces and load.bring is None and load.ring.free:
                 # A buffer to work in, and nothing to bring: the forecast may still come true.
                 slot = load.ring.take()
                 self.copier.wait(slot.free_after)
                 return slot
             self.forget()
-            self._issue(load)
+            self._issued.append(self._issue(load))
         _, slot, done = self._issued.popleft()
         self.copier.wait(done)
         return slot
@@ -181,21 +217,24 @@ class Prefetcher:
     def _pump(self) -> None:
         while self._next is not None and self._next.ring.free:
             load, self._next = self._next, next(self._coming, None)
-            self._issue(load)
+            self._issued.append(self._issue(load))
 
-    def _issue(self, load: Load) -> None:
+    def _issue(self, load: Load) -> Issued:
         slot = load.ring.take()
-        done = slot.free_after
-        if load.pieces:
-            copies = [(slot.bytes[at : at + src.nbytes], src) for at, src in load.pieces]
-            done = self.copier.load(copies, after=(slot.free_after, load.after))
-        self._issued.append((load, slot, done))
+        after = slot.free_after, *load.after
+        if load.bring is not None:
+            return load, slot, self.copier.load(partial(load.bring, slot.bytes), after)
+        if not load.pieces:
+            return load, slot, slot.free_after
+        copies = [(slot.bytes[at : at + src.nbytes], src) for at, src in load.pieces]
+        return load, slot, self.copier.load(copies, after)
 
     def forget(self) -> None:
         """Drops the forecast. The pages that were on their way may be freed next, so the computation waits for them:
         who overwrites pages waits for the computation."""
-        for load, slot, done in self._issued:
+        for load, slot, done in (*self._issued, *self._started.values()):
             self.copier.wait(done)
             load.ring.give(slot, done)
         self._issued.clear()
+        self._started.clear()
         self._coming, self._next = iter(()), None

@@ -1,0 +1,102 @@
+"""Attention of a chunk to the past and to itself, with its backward: dense or to chosen pages, as the past says.
+
+The past is seen through a narrow face behind which pages may lie anywhere. Learned sinks are added here: with the lse
+in hand they need no kernel. Shapes as in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomb.attention import dense, sparse
+from oomb.attention.dense import Past
+from oomb.attention.sparse import ChosenPast
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the layer's attention is, besides its tensors."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    kernels: str = "auto"
+    rule: str = "mass"
+    """How pages are chosen, where they are."""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past | ChosenPast, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of the chunk's queries over the past and the chunk itself."""
+    with _without_autocast(q):
+        if isinstance(past, ChosenPast):
+            out, lse = sparse.forward(q, k, v, past, spec)
+        else:
+            out, lse = dense.forward(q, k, v, past, spec, q.dtype if sinks is None else None)
+        if sinks is not None:
+            whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+            out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
+        return out.to(q.dtype), lse
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    past: Past | ChosenPast,
+    spec: Spec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of the chunk's q, k, v and of the sinks. Those of the past go into its gradient pages."""
+    if isinstance(past, ChosenPast):
+        dq, *own = sparse.backward(dout, q, k, v, out, lse, past, spec)
+    else:
+        dq, *own = dense.backward(dout, q, k, v, out, lse, past, spec)
+    dk, dv = past.with_later(*own)
+    dsinks = None
+    if sinks is not None:
+        # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        dsinks = -((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+class ChunkAttention(torch.autograd.Function):
+    """`attend` with its backward. `kept` holds (out, lse) where an earlier forward of this chunk has computed them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        past: Past | ChosenPast,
+        spec: Spec,
+        kept: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = kept if kept is not None else attend(q, k, v, sinks, past, spec)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.past, ctx.spec = past, spec
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        with _without_autocast(q):
+            grads = attend_backward(dout, q, k, v, sinks, out, lse, ctx.past, ctx.spec)
+        return (*grads, None, None, None)
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Kernels choose their precision themselves; autocast would round the plain one's float32 products."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,336 @@
+"""Chosen pages of a sequence, as sparse attention sees them: what was chosen, summaries of the pages, and the pages
+themselves brought together on the GPU.
+
+Pages on the GPU are read where they lie, by kernels that follow addresses. Those on the host come into a buffer through
+a kernel that reads pinned memory by itself: which they are is known on the GPU alone, and nothing here waits to learn
+it. Where such kernels cannot run (on a CPU, or without Triton) all chosen pages are copied into the buffer one by one.
+
+B batch, K key/value heads, D head size, P pages, N tiles, C pages chosen per tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from oomb.memory.pages import GPU, HOST
+from oomb.memory.transfer import Event, Load, Ring
+
+if TYPE_CHECKING:
+    from oomb.memory.store import PageStore
+
+HAS_TRITON = find_spec("triton") is not None
+NUM_BUFFERS = {"kv": 2, "grad": 3}
+"""One in use, one on its way here; and of gradients one on its way back."""
+NUM_PROGRAMS, NUM_WARPS = 16, 16
+"""Of the kernel that moves pages. On an H200, 8 programs of 16 warps read pinned memory at 51 GB/s and slow a matrix
+product beside them by 2 to 3%."""
+MOST_SHORT = 2**15 - 1
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How pages are chosen, as far as memory is concerned."""
+
+    budget: int
+    """Pages that a tile reads at the most."""
+    tile_size: int
+    """Queries that share a choice."""
+    num_means: int
+    """Means of keys that stand for a page when pages are chosen."""
+    means_dtype: torch.dtype
+
+    def num_tiles(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.tile_size)
+
+
+def most_chosen(choosing: Choosing, batch_size: int, chunk_size: int, num_pages: int) -> int:
+    """Pages that all tiles of a chunk can choose together."""
+    return min(num_pages, batch_size * choosing.num_tiles(chunk_size) * choosing.budget)
+
+
+def buffer_bytes(num_chosen: int, page_bytes: int, num_pages: int) -> int:
+    """A buffer for chosen pages: their bytes, how many and which they are, and where all pages are found."""
+    return num_chosen * page_bytes + 8 * num_pages + 16 + -(-4 * num_chosen // 16) * 16
+
+
+def table_bytes(
+    choosing: Choosing, *, batch_size: int, num_kv_heads: int, head_size: int, num_pages: int, capacity: int,
+    chunk_size: int, trains: bool,
+) -> int:  # fmt: skip
+    """GPU memory of one layer beside its pages: summaries, choices, flags and addresses."""
+    means = batch_size * num_kv_heads * num_pages * choosing.num_means * head_size * choosing.means_dtype.itemsize
+    tiles = batch_size * choosing.num_tiles(chunk_size) * (capacity // chunk_size)
+    number = choice_dtype(num_pages).itemsize
+    if not trains:
+        return means + 16 * num_pages
+    return means + 32 * num_pages + batch_size * num_pages + tiles * min(choosing.budget, num_pages) * number
+
+
+def choice_dtype(num_pages: int) -> torch.dtype:
+    return torch.int16 if num_pages <= MOST_SHORT else torch.int32
+
+
+@dataclass(frozen=True)
+class PageView:
+    """Pages as attention kernels read them (the `Pages` of `oomb.attention.sparse_reference`): page p begins
+    `offsets_P[p]` numbers after the start of `base`, a flat tensor."""
+
+    base: Tensor
+    offsets_P: Tensor
+    length: int
+    page_size: int
+    row_size: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    value_at: int
+    touched_BP: Tensor
+    """Of gradients: 1 where something has been added to a sequence's page. Other pages hold anything."""
+    seed: int
+
+
+class ChosenPages:
+    """What a sequence has for those of its layers that choose pages."""
+
+    def __init__(self, store: PageStore, choosing: Choosing, trains: bool) -> None:
+        self.store, self.choosing, self.trains = store, choosing, trains
+        self.device, self.num_pages = store.tiers.device, store.num_pages
+        self.layers = [layer for layer, spec in store.layers.items() if store.is_sparse(layer)]
+        self.uses_kernels = self.device.type == "cuda" and HAS_TRITON
+        self.batch_size = store.layers[self.layers[0]].kv.fields[0][2][0] if self.layers else 1
+        self.num_chosen = most_chosen(choosing, self.batch_size, store.chunk_size, self.num_pages)
+        self.follows = dict.fromkeys(self.layers, self.uses_kernels)
+        """Whether a layer's attention follows addresses, and so reads pages where they lie."""
+        self.means, self.touched, self.choices = {}, {}, {}
+        self.num_summarised = dict.fromkeys(self.layers, 0)
+        self.chosen_done: dict[int, Event] = {}
+        self._addresses: dict[tuple[str, int], Tensor] = {}
+        num_chunks = store.capacity // store.chunk_size
+        shape = num_chunks, self.batch_size, choosing.num_tiles(store.chunk_size), min(choosing.budget, self.num_pages)
+        for layer in self.layers:
+            _, num_heads, size = store.layers[layer].kv.fields[0][2]
+            means = self.batch_size, num_heads, self.num_pages * choosing.num_means, size
+            self.means[layer] = torch.empty(means, dtype=choosing.means_dtype, device=self.device)
+            if trains:
+                self.touched[layer] = torch.zeros(
+                    self.batch_size, self.num_pages, dtype=torch.uint8, device=self.device
+                )
+            table = shape if trains else (1, *shape[1:])
+            self.choices[layer] = torch.empty(table, dtype=choice_dtype(self.num_pages), device=self.device)
+        self._known: dict[int, set[int]] = {layer: set() for layer in self.layers}
+
+    def needs_buffers(self, kind: str) -> bool:
+        """Whether pages of this kind are ever brought together."""
+        return not all(self.follows.values()) or self.store.gpu_pages[kind] < self.num_pages
+
+    def ring(self, kind: str) -> Ring:
+        page_bytes = max(self._page_bytes(kind, layer) for layer in self.layers)
+        size = buffer_bytes(self.num_chosen, page_bytes, self.num_pages)
+        return self.store.tiers.ring(f"chosen {kind}", NUM_BUFFERS[kind], size)
+
+    def choice(self, layer: int, start: int, end: int) -> Tensor | None:
+        """[B, N, C] of the chunk, if it has been made."""
+        if start not in self._known[layer]:
+            return None
+        num_tiles = self.choosing.num_tiles(end - start)
+        num_chosen = min(self.choosing.budget, start // self.store.page_size)
+        whole = self.choices[layer][start // self.store.chunk_size - 1 if self.trains else 0]
+        return whole.flatten()[: self.batch_size * num_tiles * num_chosen].view(self.batch_size, num_tiles, num_chosen)
+
+    def remember(self, layer: int, start: int, end: int, chosen_BNC: Tensor, follows: bool) -> None:
+        """Notes a choice; pages on the host set out at once. `follows`: attention will follow addresses."""
+        self.follows[layer] = follows and self.uses_kernels
+        if not self.trains:
+            self._known[layer].clear()
+        self._known[layer].add(start)
+        choice = self.choice(layer, start, end)
+        assert choice is not None and choice.shape == chosen_BNC.shape
+        choice.copy_(chosen_BNC)
+        self.chosen_done[layer] = self.store.tiers.copier.mark()
+        for load in self.loads("kv", layer, start, end):
+            self.store.tiers.prefetcher.start(load)
+
+    def own_means(self, layer: int, start: int, end: int) -> Tensor | None:
+        """Where the summaries of a chunk's pages go, unless they are there."""
+        first, last = (at // self.store.page_size * self.choosing.num_means for at in (start, end))
+        if start >= self.store.capacity or first < self.num_summarised[layer]:
+            return None
+        self.num_summarised[layer] = last
+        return self.means[layer][:, :, first:last]
+
+    def past_means(self, layer: int, start: int) -> Tensor:
+        return self.means[layer][:, :, : start // self.store.page_size * self.choosing.num_means]
+
+    def loads(self, kind: str, layer: int, start: int, end: int) -> Iterator[Load]:
+        """What must be brought in for a chunk: nothing if all that it may have chosen is read where it lies."""
+        if start and not self._is_at_hand(kind, layer, start):
+            yield self._load(kind, layer, start, end)
+
+    @contextmanager
+    def resident(self, kind: str, layer: int, start: int, end: int, seed: int = 0) -> Iterator[PageView]:
+        """The chosen pages on the GPU; gradients go back when they have been added to."""
+        writes = kind == "grad"
+        if self._is_at_hand(kind, layer, start):
+            address = self._table(kind, layer)
+            base = self.store.first_bytes(kind, layer)
+            yield self._view(kind, layer, start, base, address - base.data_ptr(), seed)
+            if writes:
+                self._touch(layer, start, end)
+            return
+        tiers, load = self.store.tiers, self._load(kind, layer, start, end)
+        slot = tiers.prefetcher.take(load)
+        free_after = None
+        try:
+            page_bytes = self._page_bytes(kind, layer)
+            data = slot.bytes[: self.num_chosen * page_bytes]
+            if self.follows[layer]:
+                places = self._parts(slot.bytes, kind, layer)[1] - data.data_ptr()
+                yield self._view(kind, layer, start, data, places, seed)
+                if writes:
+                    self._touch(layer, start, end)
+                    free_after = self._store(layer, slot.bytes)
+            else:
+                pages = self._unique(layer, start, end)
+                places = torch.zeros(self.num_pages, dtype=torch.int64, device=self.device)
+                places[pages] = torch.arange(len(pages), device=self.device) * page_bytes
+                near = [
+                    (data[i * page_bytes : (i + 1) * page_bytes], piece)
+                    for i, p in enumerate(pages)
+                    if (piece := self.store.page(kind, layer, p, GPU)) is not None
+                ]
+                for part, page in near:
+                    part.copy_(page)
+                yield self._view(kind, layer, start, data, places, seed)
+                if writes:
+                    self._touch(layer, start, end)
+                    for part, page in near:
+                        page.copy_(part)
+                    back = [
+                        (piece, data[i * page_bytes : (i + 1) * page_bytes])
+                        for i, p in enumerate(pages)
+                        if (piece := self.store.page(kind, layer, p, HOST)) is not None
+                    ]
+                    free_after = self.store.store_back(kind, layer, back, tiers.copier.mark())
+        finally:
+            tiers.prefetcher.give(load.ring, slot, free_after if free_after is not None else tiers.copier.mark())
+
+    def with_later(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """dk and dv of a chunk's own tokens plus what later chunks have left for them."""
+        first, last = start // self.store.page_size, end // self.store.page_size
+        is_touched = (
+            self.touched[layer][:, first:last].bool().repeat_interleave(self.store.page_size, 1)[:, None, :, None]
+        )
+        with self.store.own_grads(layer, start, end) as (later_k, later_v):
+            return torch.where(is_touched, dk + later_k, dk), torch.where(is_touched, dv + later_v, dv)
+
+    def _touch(self, layer: int, start: int, end: int) -> None:
+        choice = self.choice(layer, start, end)
+        assert choice is not None
+        self.touched[layer].scatter_(1, choice.flatten(1).long(), 1)
+
+    def _is_at_hand(self, kind: str, layer: int, start: int) -> bool:
+        return self.follows[layer] and start <= self.store.gpu_pages[kind] * self.store.page_size
+
+    def _page_bytes(self, kind: str, layer: int) -> int:
+        return self.store.layers[layer].row(kind).num_bytes * self.store.page_size
+
+    def _table(self, kind: str, layer: int) -> Tensor:
+        """Addresses [P] of the pages."""
+        if (kind, layer) not in self._addresses:
+            for each in self.layers:
+                address = torch.tensor(self.store.addresses(kind, each), dtype=torch.int64)
+                self._addresses[kind, each] = address.to(self.device)
+            self.chosen_done |= dict.fromkeys(self.layers, self.store.tiers.copier.mark())
+        return self._addresses[kind, layer]
+
+    def _view(self, kind: str, layer: int, start: int, data: Tensor, places: Tensor, seed: int) -> PageView:
+        row = self.store.layers[layer].row(kind)
+        (_, _, (_, num_heads, head_size), dtype), (value_at, _, (_, _, value_size), _) = row.fields
+        return PageView(
+            base=data.view(dtype),
+            offsets_P=places // dtype.itemsize,
+            length=start,
+            page_size=self.store.page_size,
+            row_size=row.num_bytes // dtype.itemsize,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            value_size=value_size,
+            value_at=value_at // dtype.itemsize,
+            touched_BP=self.touched[layer] if self.trains else places,
+            seed=seed,
+        )
+
+    def _unique(self, layer: int, start: int, end: int) -> list[int]:
+        choice = self.choice(layer, start, end)
+        assert choice is not None
+        return choice.unique().tolist()
+
+    def _load(self, kind: str, layer: int, start: int, end: int) -> Load:
+        key = id(self.store), kind, layer, "chosen", start
+        ring = self.ring(kind)
+        # Here, because what is read of it on another stream must be there by the events below.
+        self._table(kind, layer)
+        after = self.store.stored.get((kind, layer)), self.chosen_done.get(layer)
+        if self.follows[layer]:
+            return Load(key, ring, (), after, lambda data: self._bring(kind, layer, start, end, data))
+        page_bytes = self._page_bytes(kind, layer)
+        pieces = tuple(
+            (i * page_bytes, piece)
+            for i, p in enumerate(self._unique(layer, start, end))
+            if (piece := self.store.page(kind, layer, p, HOST)) is not None
+        )
+        return Load(key, ring, pieces, after)
+
+    def _parts(self, data: Tensor, kind: str, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of a buffer: pages, places of all pages, how many were chosen, and which."""
+        sizes = self.num_chosen * self._page_bytes(kind, layer), 8 * self.num_pages, 16, 4 * self.num_chosen
+        pages, places, count, which = data[: sum(sizes)].split(sizes)
+        return pages.view(torch.int32), places.view(torch.int64), count.view(torch.int32), which.view(torch.int32)
+
+    def _flags(self, kind: str, layer: int) -> tuple[Tensor, int, int]:
+        """Which pages hold anything, the number of rows of that (0: all pages do), and their distance."""
+        if kind == "grad":
+            return self.touched[layer], self.batch_size, self.num_pages
+        return self.means[layer], 0, 0
+
+    def _bring(self, kind: str, layer: int, start: int, end: int, data: Tensor) -> None:
+        """Numbers the chosen pages that are not read where they lie, and brings them in."""
+        from oomb.triton_kernels import mark_kernel, move_kernel, number_kernel
+
+        choice, (pages, places, count, which) = self.choice(layer, start, end), self._parts(data, kind, layer)
+        assert choice is not None
+        flags, num_rows, flags_b = self._flags(kind, layer)
+        page_bytes, edge = self._page_bytes(kind, layer), self.store.gpu_pages[kind]
+        places.copy_(self._table(kind, layer))
+        with torch.cuda.device_of(data):
+            mark_kernel[(-(-choice.numel() // 1024),)](places, choice, choice.numel(), edge, TILE=1024)
+            number_kernel[(1,)](
+                places, which, count, self.store.tiers.copier.moved_bytes[0:], flags, data.data_ptr(), page_bytes,
+                self.num_pages, num_rows, flags_b, TILE=1024,
+            )  # fmt: skip
+            move_kernel[(NUM_PROGRAMS,)](
+                which, count, self._table(kind, layer), pages, flags, page_bytes // 4, num_rows, flags_b, OUT=False,
+                TILE=4096, num_warps=NUM_WARPS,
+            )  # fmt: skip
+
+    def _store(self, layer: int, data: Tensor) -> Event:
+        from oomb.triton_kernels import move_kernel
+
+        def send() -> None:
+            pages, _, count, which = self._parts(data, "grad", layer)
+            page_bytes = self._page_bytes("grad", layer)
+            with torch.cuda.device_of(data):
+                move_kernel[(NUM_PROGRAMS,)](
+                    which, count, self._table("grad", layer), pages, which, page_bytes // 4, 0, 0, OUT=True,
+                    TILE=4096, num_warps=NUM_WARPS,
+                )  # fmt: skip
+                self.store.tiers.copier.moved_bytes[1] += count[0] * page_bytes
+
+        return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())

@@ -1,0 +1,70 @@
+"""What one chunk sees of a layer's pages: the faces that attention knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from oomb.memory.chosen import PageView
+from oomb.memory.rows import GRAD, KV
+
+if TYPE_CHECKING:
+    from oomb.memory.store import PageStore
+
+
+class LayerPast:
+    """What one chunk sees of a layer's pages (the `Past` of `oomb.attention.dense`)."""
+
+    def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
+        self.store, self.layer = store, layer
+        self.length, self.end = start, end
+
+    def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        return self.store.segments(self.layer, first, self.length)
+
+    def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
+        self.store.add_grad(self.layer, start, dk, dv, seed=self.length)
+
+    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        return self.store.with_later(self.layer, self.length, self.end, dk, dv)
+
+
+class ChosenLayerPast:
+    """What one chunk sees of a layer whose pages are chosen (the `ChosenPast` of `oomb.attention.sparse`)."""
+
+    def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
+        assert store.chosen is not None and store.choosing is not None
+        self.store, self.chosen, self.layer = store, store.chosen, layer
+        self.length, self.end = start, end
+        self.page_size, self.budget, self.tile_size = store.page_size, store.choosing.budget, store.choosing.tile_size
+        self.choice = self.chosen.choice(layer, start, end)
+
+    def means(self) -> Tensor:
+        return self.chosen.past_means(self.layer, self.length)
+
+    def own_means(self) -> Tensor | None:
+        return self.chosen.own_means(self.layer, self.length, self.end)
+
+    def remember(self, chosen_BNC: Tensor, follows: bool) -> None:
+        self.chosen.remember(self.layer, self.length, self.end, chosen_BNC, follows)
+        self.choice = self.chosen.choice(self.layer, self.length, self.end)
+
+    def pages(self) -> AbstractContextManager[PageView]:
+        return self.chosen.resident(KV, self.layer, self.length, self.end)
+
+    def grads(self) -> AbstractContextManager[PageView]:
+        seed = mix(self.store.seed, self.layer, self.length)
+        return self.chosen.resident(GRAD, self.layer, self.length, self.end, seed)
+
+    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        if self.length >= self.store.capacity:
+            return dk, dv
+        return self.chosen.with_later(self.layer, self.length, self.end, dk, dv)
+
+
+def mix(*numbers: int) -> int:
+    """One number below 2**31 of several."""
+    return hash(numbers) % (2**31)

@@ -1,0 +1,210 @@
+"""The Triton kernels of attention to chosen pages; `oomb.attention.sparse_reference` says what they compute.
+
+A page is PAGE rows; page p begins `offset` numbers after `base`, at any distance, and its rows are row_stride apart. In
+a row, sequence b's key/value head k has its key at (b * K + k) * head_stride and its value at value_at + (b * K + k) *
+value_stride. Tensors of queries are [B, H, T, D] with strides *_b, *_h, *_t and 1; lse and delta are [B, H, T] and
+contiguous. Lists of chosen pages are [B, N, num_chosen]. Scores are kept in base 2.
+
+GAPS says that some of what a tile reads may not exist: entries of -1, tokens from `length` on, rows past the end of a
+page. Without it nothing is masked.
+"""
+
+import triton
+import triton.language as tl
+
+from oomb.triton_kernels import round_at_random
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def forward_kernel(
+    q, base, places, chosen, own, own_lse, out, lse, T, D, Dv, length, num_chosen, scale_log2,
+    q_b, q_h, q_t, own_b, own_h, own_t, out_b, out_h, out_t, row_stride, head_stride, value_at, value_stride,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of TILE_Q queries of a tile, of one head, to the pages that the tile has chosen, together with what
+    it has already attended to: `own` and its lse are where the softmax begins.
+
+    With own = 4, own_lse = log 1, and one page of one token with score log 3 and value 8: out = 7, lse = log 4.
+    """
+    h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * (tl.num_programs(0) // GROUP) + h // GROUP
+    PARTS: tl.constexpr = QUERY_TILE // TILE_Q
+    t = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
+    d, dv, s = tl.arange(0, TILE_D), tl.arange(0, TILE_V), tl.arange(0, TILE_K)
+    is_query, t64 = t < T, t.to(tl.int64)
+    q_mask, v_mask = is_query[:, None] & (d < D)[None, :], is_query[:, None] & (dv < Dv)[None, :]
+    at_query = (b * tl.num_programs(0) + h) * T + t
+    q_tile = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :], q_mask, other=0.0)
+    acc = tl.load(own + b * own_b + h * own_h + t64[:, None] * own_t + dv[None, :], v_mask, other=0.0).to(tl.float32)
+    top = tl.load(own_lse + at_query, is_query, other=0.0) * LOG2_E
+    total = tl.full([TILE_Q], 1.0, tl.float32)
+    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * num_chosen
+    k_at = head * head_stride + s.to(tl.int64)[:, None] * row_stride + d[None, :]
+    v_at = value_at + head * value_stride + s.to(tl.int64)[:, None] * row_stride + dv[None, :]
+    PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
+    # One loop over pages and their pieces: loads of the next pages are under way while this one is computed.
+    for i in tl.range(0, num_chosen * PIECES, num_stages=STAGES):
+        first = (i % PIECES) * TILE_K
+        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), 8) + first * row_stride
+        if GAPS:
+            token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
+            inside = (token >= 0) & (token < length) & (first + s < PAGE)
+            k_tile = tl.load(start + k_at, inside[:, None] & (d < D)[None, :], other=0.0)
+            v_tile = tl.load(start + v_at, inside[:, None] & (dv < Dv)[None, :], other=0.0)
+        elif PADDED:
+            k_tile = tl.load(start + k_at, (d < D)[None, :], other=0.0)
+            v_tile = tl.load(start + v_at, (dv < Dv)[None, :], other=0.0)
+        else:
+            k_tile = tl.load(start + k_at)
+            v_tile = tl.load(start + v_at)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        if GAPS:
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        probs = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
+        total = total * shrink + tl.sum(probs, 1)
+        top = higher
+    out_at = out + b * out_b + h * out_h + t64[:, None] * out_t + dv[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), v_mask)
+    tl.store(lse + at_query, (top + tl.log2(total)) * LN_2, is_query)
+
+
+@triton.jit
+def dq_kernel(
+    dout, q, out, base, places, chosen, lse, own, dq, delta, T, D, Dv, length, num_chosen, scale, scale_log2,
+    do_b, do_h, do_t, q_b, q_h, q_t, out_b, out_h, out_t, own_b, own_h, own_t, dq_b, dq_h, dq_t,
+    row_stride, head_stride, value_at, value_stride,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of TILE_Q queries of a tile, of one head: `own`, and what comes from the pages that the tile has chosen.
+    out and lse are those of the whole softmax. delta, the sum of dout * out over a row, is written for `dkv_kernel`."""
+    h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * (tl.num_programs(0) // GROUP) + h // GROUP
+    PARTS: tl.constexpr = QUERY_TILE // TILE_Q
+    t = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
+    d, dv, s = tl.arange(0, TILE_D), tl.arange(0, TILE_V), tl.arange(0, TILE_K)
+    is_query, t64 = t < T, t.to(tl.int64)
+    q_mask, v_mask = is_query[:, None] & (d < D)[None, :], is_query[:, None] & (dv < Dv)[None, :]
+    at_query = (b * tl.num_programs(0) + h) * T + t
+    q_tile = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :], q_mask, other=0.0)
+    do_tile = tl.load(dout + b * do_b + h * do_h + t64[:, None] * do_t + dv[None, :], v_mask, other=0.0)
+    out_tile = tl.load(out + b * out_b + h * out_h + t64[:, None] * out_t + dv[None, :], v_mask, other=0.0)
+    delta_tile = tl.sum(do_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    tl.store(delta + at_query, delta_tile, is_query)
+    lse_tile = tl.load(lse + at_query, is_query, other=0.0) * LOG2_E
+    acc = tl.load(own + b * own_b + h * own_h + t64[:, None] * own_t + d[None, :], q_mask, other=0.0).to(tl.float32)
+    acc /= scale
+    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * num_chosen
+    k_at = head * head_stride + s.to(tl.int64)[:, None] * row_stride + d[None, :]
+    v_at = value_at + head * value_stride + s.to(tl.int64)[:, None] * row_stride + dv[None, :]
+    PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
+    for i in tl.range(0, num_chosen * PIECES, num_stages=STAGES):
+        first = (i % PIECES) * TILE_K
+        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), 8) + first * row_stride
+        if GAPS:
+            token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
+            inside = (token >= 0) & (token < length) & (first + s < PAGE)
+            k_tile = tl.load(start + k_at, inside[:, None] & (d < D)[None, :], other=0.0)
+            v_tile = tl.load(start + v_at, inside[:, None] & (dv < Dv)[None, :], other=0.0)
+        elif PADDED:
+            k_tile = tl.load(start + k_at, (d < D)[None, :], other=0.0)
+            v_tile = tl.load(start + v_at, (dv < Dv)[None, :], other=0.0)
+        else:
+            k_tile = tl.load(start + k_at)
+            v_tile = tl.load(start + v_at)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+        dprobs = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        probs = tl.exp2(scores - lse_tile[:, None])
+        if GAPS:
+            probs = tl.where(inside[None, :], probs, 0.0)
+        dscores = probs * (dprobs - delta_tile[:, None])
+        acc = tl.dot(dscores.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    dq_at = dq + b * dq_b + h * dq_h + t64[:, None] * dq_t + d[None, :]
+    tl.store(dq_at, (acc * scale).to(dq.dtype.element_ty), q_mask)
+
+
+@triton.jit
+def dkv_kernel(
+    dout, q, base, offsets, readers, reader_ends, order, lse, delta, grads, grad_offsets, touched, seed,
+    num_pages, num_tiles, T, D, Dv, length, scale, scale_log2,
+    do_b, do_h, do_t, q_b, q_h, q_t, touched_b, row_stride, head_stride, value_at, value_stride,
+    grad_row_stride, grad_head_stride, grad_value_at, grad_value_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr, TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, DROPPED: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of TILE_K tokens of one page, one sequence and one key/value head, from all tiles that chose the page,
+    added to the page's gradient rows (or written there, if nobody has touched them yet).
+
+    Those that chose page p of sequence b are readers[reader_ends[i - 1]:reader_ends[i]] with i = b * num_pages + p,
+    each as b * num_tiles + tile. order holds the i, the most read first: the longest work begins first. Nobody else
+    writes these rows, so there are no atomics and the result is always the same.
+    """
+    PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
+    PARTS: tl.constexpr = QUERY_TILE // TILE_Q
+    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    item = tl.load(order + tl.program_id(0) // (KV_HEADS * PIECES))
+    kv_head = (tl.program_id(0) // PIECES % KV_HEADS).to(tl.int64)
+    begin = tl.load(reader_ends + item - 1, item > 0, other=0)
+    end = tl.load(reader_ends + item)
+    if begin < end:
+        b, page = (item // num_pages).to(tl.int64), item % num_pages
+        head = b * KV_HEADS + kv_head
+        d, dv = tl.arange(0, TILE_D), tl.arange(0, TILE_V)
+        s = tl.program_id(0) % PIECES * TILE_K + tl.arange(0, TILE_K)
+        inside = (s < PAGE) & (page * PAGE + s < length)
+        k_mask, v_mask = inside[:, None] & (d < D)[None, :], inside[:, None] & (dv < Dv)[None, :]
+        start = base + tl.multiple_of(tl.load(offsets + page), 8) + s.to(tl.int64)[:, None] * row_stride
+        k_tile = tl.load(start + head * head_stride + d[None, :], k_mask, other=0.0)
+        v_tile = tl.load(start + value_at + head * value_stride + dv[None, :], v_mask, other=0.0)
+        dk = tl.zeros([TILE_K, TILE_D], tl.float32)
+        dv_sum = tl.zeros([TILE_K, TILE_V], tl.float32)
+        first_tile, r = item // num_pages * num_tiles, tl.arange(0, TILE_Q)
+        for i in tl.range(begin * (GROUP * PARTS), end * (GROUP * PARTS), num_stages=STAGES):
+            tile = tl.load(readers + i // (GROUP * PARTS)) - first_tile
+            h = kv_head * GROUP + i // PARTS % GROUP
+            t = tile * QUERY_TILE + i % PARTS * TILE_Q + r
+            t64 = t.to(tl.int64)
+            q_at = q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :]
+            do_at = dout + b * do_b + h * do_h + t64[:, None] * do_t + dv[None, :]
+            at_query = (b * NUM_HEADS + h) * T + t
+            if PADDED:
+                is_query = t < T
+                q_tile = tl.load(q_at, is_query[:, None] & (d < D)[None, :], other=0.0)
+                do_tile = tl.load(do_at, is_query[:, None] & (dv < Dv)[None, :], other=0.0)
+                lse_tile = tl.load(lse + at_query, is_query, other=float("inf")) * LOG2_E
+                delta_tile = tl.load(delta + at_query, is_query, other=0.0)
+            else:
+                q_tile = tl.load(q_at)
+                do_tile = tl.load(do_at)
+                lse_tile = tl.load(lse + at_query) * LOG2_E
+                delta_tile = tl.load(delta + at_query)
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale_log2
+            dprobs = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+            probs = tl.exp2(scores - lse_tile[None, :])
+            dv_sum = tl.dot(probs.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
+            dscores = probs * (dprobs - delta_tile[None, :])
+            dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+        grad_start = grads + tl.multiple_of(tl.load(grad_offsets + page), 4) + s.to(tl.int64)[:, None] * grad_row_stride
+        dk_at = grad_start + head * grad_head_stride + d[None, :]
+        dv_at = grad_start + grad_value_at + head * grad_value_stride + dv[None, :]
+        dk *= scale
+        if tl.load(touched + b * touched_b + page) != 0:
+            dk += tl.load(dk_at, k_mask, other=0.0).to(tl.float32)
+            dv_sum += tl.load(dv_at, v_mask, other=0.0).to(tl.float32)
+        if DROPPED > 0:
+            # Wraps around after 2**32 numbers: those that far apart share their random bits.
+            row = ((head.to(tl.int32) * num_pages + page) * PAGE + s)[:, None] * 2
+            dk = round_at_random(dk, seed, row * TILE_D + d[None, :], DROPPED)
+            dv_sum = round_at_random(dv_sum, seed, (row + 1) * TILE_V + dv[None, :], DROPPED)
+        tl.store(dk_at, dk.to(grads.dtype.element_ty), k_mask)
+        tl.store(dv_at, dv_sum.to(grads.dtype.element_ty), v_mask)

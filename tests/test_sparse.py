@@ -1,0 +1,178 @@
+"""Training with chosen pages: its gradients against whole-sequence autograd under the mask that the choices are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from checks import backward_gradients, engine_for, lora
+from families import assert_same_gradients, build, random_ids, relative_error, whole_attention, whole_gradients
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+import oomb
+from oomb import plan
+from oomb.memory.past import ChosenLayerPast
+
+CHUNK, PAGE, TILE = 16, 8, 8
+TOLERANCE = 1e-10
+Choices = dict[tuple[int, int], Tensor]
+"""By layer and start of the chunk."""
+_seen: dict[int, Tensor] = {}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "TILE_SIZE", TILE)
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
+    """What was chosen, as it is."""
+    found: Choices = {}
+    remember = ChosenLayerPast.remember
+
+    def spy(past: ChosenLayerPast, chosen_BNC: Tensor, follows: bool) -> None:
+        assert (past.layer, past.length) not in found, "chosen twice"
+        found[past.layer, past.length] = chosen_BNC.clone()
+        remember(past, chosen_BNC, follows)
+
+    monkeypatch.setattr(ChosenLayerPast, "remember", spy)
+    return found
+
+
+def sparse_engine(model: Any, budget: int, **config: Any) -> oomb.Engine:
+    return engine_for(model, **{"chunk_size": CHUNK, "page_size": PAGE, "page_budget": budget, **config})
+
+
+def seen_keys(choices: Choices, B: int, T: int, chunk: int = CHUNK) -> dict[int, Tensor]:
+    """[B, T, T] by layer: the own chunk and the chosen pages."""
+    chunk_of = torch.arange(T) // chunk
+    own = chunk_of[:, None] == chunk_of[None, :]
+    found = {layer: own.expand(B, T, T).clone() for layer, _ in choices}
+    for (layer, start), chosen_BNC in choices.items():
+        for b, by_tile in enumerate(chosen_BNC):
+            for n, pages in enumerate(by_tile):
+                first = start + n * TILE
+                rows = slice(first, min(first + TILE, start + chunk, T))
+                for page in pages.tolist():
+                    found[layer][b, rows, page * PAGE : (page + 1) * PAGE] = True
+    return found
+
+
+def masked_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+    seen = _seen.get(module.layer_idx)
+    if seen is not None:
+        mask = mask.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    return whole_attention(module, q, k, v, mask, **kwargs)
+
+
+AttentionInterface.register("whole_masked", masked_attention)
+AttentionMaskInterface.register("whole_masked", eager_mask)
+
+
+def masked_gradients(model: Any, seen: dict[int, Tensor], *args: Any, **kwargs: Any) -> Any:
+    _seen.update(seen)
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("whole_masked")
+    try:
+        return whole_gradients(model, *args, **kwargs)
+    finally:
+        _seen.clear()
+
+
+def check(model: Any, ids: Tensor, choices: Choices, budget: int, tolerance: float = TOLERANCE, **config: Any) -> None:
+    choices.clear()
+    loss = sparse_engine(model, budget, **config).loss(ids)
+    found = backward_gradients(model, loss)
+    seen = seen_keys(choices, *ids.shape)
+    assert any(not x.equal(x | torch.ones_like(x).tril()) for x in seen.values()) or budget >= ids.shape[1] // PAGE
+    expected_loss, expected = masked_gradients(model, seen, ids)
+    assert relative_error(loss.detach(), expected_loss) <= tolerance
+    assert_same_gradients(found, expected, tolerance)
+
+
+PLACES: list[dict[str, Any]] = [
+    {},
+    {"gpu_memory": 0},
+    {"gpu_memory": 40_000, "keep_attention": False},
+    {"gpu_memory": 0, "keep_attention": True, "checkpoint_layers": True},
+]
+
+
+@pytest.mark.parametrize("config", PLACES, ids=str)
+@pytest.mark.parametrize("budget", [1, 3])
+def test_gradients_are_those_of_the_mask(choices: Choices, budget: int, config: dict[str, Any]) -> None:
+    check(build("llama"), random_ids(2, 101), choices, budget, **config)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "gpt_neox"])
+def test_every_kind_of_attention(choices: Choices, family: str) -> None:
+    tolerance = {"gemma2": 1e-6, "gemma3": 1e-6, "gpt_oss": 2e-5}.get(family, 1e-10)
+    dtype = torch.float32 if family == "gpt_oss" else torch.float64
+    check(build(family, dtype=dtype), random_ids(1, 90), choices, 2, tolerance)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 95, 96])
+def test_odd_lengths(choices: Choices, length: int) -> None:
+    ids = random_ids(1, max(2, length))
+    check(build("llama"), ids, choices, 2)
+
+
+def test_a_budget_that_covers_everything_is_dense() -> None:
+    model, ids = build("llama"), random_ids(2, 101)
+    expected_loss, expected = whole_gradients(model, ids)
+    loss = sparse_engine(model, 100).loss(ids)
+    assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
+    assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
+
+
+def test_windows_are_not_affected() -> None:
+    model, ids = build("mistral_sliding"), random_ids(1, 90)
+    expected_loss, expected = whole_gradients(model, ids)
+    loss = sparse_engine(model, 1).loss(ids)
+    assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
+    assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
+
+
+def test_lora(choices: Choices) -> None:
+    check(lora(build("llama"), dropout=0.0), random_ids(1, 70), choices, 2)
+
+
+def test_two_calls_alive_at_once() -> None:
+    model, (a, b) = build("llama"), (random_ids(1, 90, seed=s) for s in range(2))
+    engine = sparse_engine(model, 2, gpu_memory=0)
+    expected = [backward_gradients(model, engine.loss(ids)) for ids in (a, b)]
+    losses = [engine.loss(ids) for ids in (a, b)]
+    for loss, one in zip(losses, expected, strict=True):
+        assert_same_gradients(backward_gradients(model, loss), one, 1e-12)
+
+
+def test_evaluation_chooses_as_training_does() -> None:
+    model, ids = build("llama"), random_ids(2, 90)
+    engine = sparse_engine(model, 2)
+    with torch.no_grad():
+        scored = engine.logprobs(ids)
+    torch.testing.assert_close(scored, engine.logprobs(ids).detach(), rtol=0, atol=0)
+
+
+def test_the_first_page_is_always_read(choices: Choices) -> None:
+    sparse_engine(build("llama"), 2).loss(random_ids(1, 101))
+    assert all((chosen == 0).any(-1).all() for chosen in choices.values())
+    choices.clear()
+    sparse_engine(build("llama"), 2, page_rule="paper").loss(random_ids(1, 101))
+    assert not all((chosen == 0).any(-1).all() for chosen in choices.values())
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, "8", 2.5])
+def test_a_budget_is_a_number_of_pages(budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"page_budget is .* it must be a number of pages, 1 or more, or None"):
+        oomb.Config(page_budget=budget)
+
+
+def test_chunks_are_whole_pages() -> None:
+    with pytest.raises(ValueError, match="chunk_size 1000 is no multiple of page_size 128; take chunk_size=1024"):
+        oomb.Config(page_budget=8, chunk_size=1000)
