@@ -22,25 +22,15 @@ from oomb.options import (
     MODEL,
     OPTIMIZER,
     OUTPUT,
-    CheckpointLayers,
-    ChunkSize,
     Device,
     Dtype,
-    Fuse,
     Gpu,
-    GpuMemory,
-    GradDtype,
     Host,
-    HostMemory,
-    KeepAttention,
-    Kernels,
-    KvDtype,
     OptimizerStates,
-    PageSize,
-    ParamGradDtype,
     Plot,
     parse_list,
     parse_tokens,
+    with_engine_options,
 )
 
 app = typer.Typer(
@@ -98,9 +88,9 @@ def _quiet() -> None:
 
 
 def _engine_settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of a command's options that are fields of `oomb.Config`, checked."""
-    names = Config.field_names()
-    chosen = {name: value for name, value in options.items() if name in names and value is not None}
+    """A command's options as settings of `oomb.Config`, checked."""
+    chosen = {name: value for name, value in options.items() if value is not None}
+    chosen["chunk_size"] = parse_tokens(chosen["chunk_size"], "--chunk_size")
     words: dict[str, Any] = {"true": True, "false": False, **presets.SHORT_DTYPES}
     chosen = {
         name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in chosen.items()
@@ -131,6 +121,7 @@ def _main(
 
 
 @_command
+@with_engine_options()
 def train(
     model_name_or_path: Annotated[
         str,
@@ -250,15 +241,8 @@ def train(
     ] = 42,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    chunk_size: ChunkSize = "4096",
-    checkpoint_layers: CheckpointLayers = "auto",
-    keep_attention: KeepAttention = "auto",
-    param_grad_dtype: ParamGradDtype = "auto",
-    gpu_memory: GpuMemory = "auto",
-    host_memory: HostMemory = "auto",
-    page_size: PageSize = 128,
-    kernels: Kernels = "auto",
-    fuse: Fuse = "auto",
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Train a causal language model on long windows of text.
 
@@ -271,10 +255,8 @@ def train(
     chunk and saves.
     """
     with _one_clear_message():
-        options = {**locals(), "chunk_size": parse_tokens(chunk_size, "--chunk_size")}
-        engine = _engine_settings(options)
-        settings = {name: value for name, value in options.items() if name not in Config.field_names()}
-        settings |= {"max_length": parse_tokens(max_length, "--max_length"), "engine": engine}
+        settings = {**locals(), "max_length": parse_tokens(max_length, "--max_length")}
+        settings["engine"] = _engine_settings(engine)
         presets.check_model_name(model_name_or_path)
         _quiet()
         from oomb.train import Settings, run
@@ -284,6 +266,7 @@ def train(
 
 
 @_command
+@with_engine_options("kernels")
 def plan(
     model_name_or_path: Annotated[
         str,
@@ -311,16 +294,8 @@ def plan(
     ] = None,
     plot: Plot = None,
     dtype: Dtype = "bfloat16",
-    chunk_size: ChunkSize = "4096",
-    checkpoint_layers: CheckpointLayers = "auto",
-    keep_attention: KeepAttention = "auto",
-    param_grad_dtype: ParamGradDtype = "auto",
-    kv_dtype: KvDtype = "auto",
-    grad_dtype: GradDtype = "auto",
-    gpu_memory: GpuMemory = "auto",
-    host_memory: HostMemory = "auto",
-    page_size: PageSize = 128,
-    fuse: Fuse = "auto",
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Predict memory and time of a training step, for this machine or another. Needs no GPU and no weights.
 
@@ -330,7 +305,7 @@ def plan(
     code 0 if it fits, 1 if it does not, 2 for bad input.
     """
     with _one_clear_message():
-        settings = _engine_settings({**locals(), "chunk_size": parse_tokens(chunk_size, "--chunk_size")})
+        settings = _engine_settings(engine)
         length = parse_tokens(context, "--context")
         presets.check_model_name(model_name_or_path)
         _quiet()
@@ -359,12 +334,12 @@ def plan(
 
 
 @_command
+@with_engine_options("page_budget", "page_rule", chunk_size="512")
 def verify(
     model: Annotated[
         str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
     ],
     context: Annotated[str, typer.Option("--context", help="Tokens to compare on.")] = "2048",
-    chunk_size: ChunkSize = "512",
     dtype: Annotated[
         str,
         typer.Option(
@@ -378,9 +353,8 @@ def verify(
         typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
-    keep_attention: KeepAttention = "auto",
-    kernels: Kernels = "auto",
-    fuse: Fuse = "auto",
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Compare chunked with whole-sequence gradients, for every parameter of your model, on your machine.
 
@@ -388,7 +362,8 @@ def verify(
     exit code 0 for "trust it", 1 for "do not trust", 2 where the comparison could not be made.
     """
     with _one_clear_message():
-        settings = _engine_settings({"kernels": kernels, "fuse": fuse, "keep_attention": keep_attention})
+        settings = _engine_settings(engine)
+        chunk_size = settings.pop("chunk_size")
         presets.check_model_name(model)
         _quiet()
         from oomb.verify import verify as compare
@@ -396,7 +371,7 @@ def verify(
         comparison = compare(
             model,
             context=parse_tokens(context, "--context"),
-            chunk_size=parse_tokens(chunk_size, "--chunk_size"),
+            chunk_size=chunk_size,
             dtype=dtype,
             device=device,
             num_layers=layers,
@@ -417,6 +392,7 @@ def verify(
 
 
 @_command
+@with_engine_options()
 def bench(
     model_name_or_path: Annotated[
         str | None,
@@ -441,23 +417,16 @@ def bench(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    chunk_size: ChunkSize = "4096",
-    checkpoint_layers: CheckpointLayers = "auto",
-    keep_attention: KeepAttention = "auto",
-    param_grad_dtype: ParamGradDtype = "auto",
-    gpu_memory: GpuMemory = "auto",
-    host_memory: HostMemory = "auto",
-    page_size: PageSize = 128,
-    kernels: Kernels = "auto",
-    fuse: Fuse = "auto",
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Measure time, tokens/s, MFU and peak memory of a training step, with standard training beside it.
 
     Forward and backward of one sequence of random tokens, all gradients, no optimizer.
     """
     with _one_clear_message():
-        chunk_tokens = parse_tokens(chunk_size, "--chunk_size")
-        settings = _engine_settings({**locals(), "chunk_size": chunk_tokens})
+        settings = _engine_settings(engine)
+        chunk_size = settings.pop("chunk_size")
         if repeats < 1:
             raise ValueError(f"--repeats is {repeats}; it must be 1 or more")
         chosen_modes = parse_list(modes, str.strip)
@@ -469,7 +438,6 @@ def bench(
         name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
         presets.check_model_name(name)
         lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
-        settings.pop("chunk_size")
         precision = str(presets.resolve_dtype(dtype, place)).removeprefix("torch.")
         _quiet()
         from oomb import bench as benchmark
@@ -479,7 +447,7 @@ def bench(
             name,
             lengths,
             modes=chosen_modes,
-            chunk_size=chunk_tokens,
+            chunk_size=chunk_size,
             dtype=precision,
             device=str(place),
             lora=lora,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -59,6 +61,21 @@ HostMemory = Annotated[
         "--host_memory",
         help="Pinned host memory for the same, when the GPU's share is full. 0: none. auto: most of what is free.",
         rich_help_panel=ENGINE,
+    ),
+]
+PageBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--page_budget",
+        help="Pages of the past that each tile of 128 queries reads; the work per token no longer grows with the "
+        "context, and gradients are no longer exact. Default: all pages.",
+        rich_help_panel=ENGINE,
+    ),
+]
+PageRule = Annotated[
+    str,
+    typer.Option(
+        "--page_rule", help="How pages are ranked when they are chosen: mass or paper.", rich_help_panel=ENGINE
     ),
 ]
 PageSize = Annotated[
@@ -124,6 +141,56 @@ Plot = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "chunk_size": (ChunkSize, "4096"),
+    "page_budget": (PageBudget, None),
+    "checkpoint_layers": (CheckpointLayers, "auto"),
+    "keep_attention": (KeepAttention, "auto"),
+    "param_grad_dtype": (ParamGradDtype, "auto"),
+    "kv_dtype": (KvDtype, "auto"),
+    "grad_dtype": (GradDtype, "auto"),
+    "gpu_memory": (GpuMemory, "auto"),
+    "host_memory": (HostMemory, "auto"),
+    "page_size": (PageSize, 128),
+    "page_rule": (PageRule, "mass"),
+    "kernels": (Kernels, "auto"),
+    "fuse": (Fuse, "auto"),
+}
+"""The settings of the engine that commands take, and their defaults."""
+
+
+def with_engine_options(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the engine's options, all but those named; it gets their values as `engine`. The command line is
+    read off a function's parameters, and this spares every command the same dozen of them."""
+    options = {
+        name: (annotation, defaults.get(name, default))
+        for name, (annotation, default) in ENGINE_OPTIONS.items()
+        if name not in without
+    }
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**values: Any) -> None:
+            engine = {name: values.pop(name) for name in options}
+            function(**values, engine=engine)
+
+        hints = get_type_hints(function, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+            for name, parameter in signature(function).parameters.items()
+            if name != "engine"
+        ]
+        shared = [
+            Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+            for name, (annotation, default) in options.items()
+        ]
+        command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+        return command
+
+    return decorate
 
 
 def parse_tokens(text: str, option: str = "") -> int:
