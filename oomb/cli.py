@@ -415,6 +415,17 @@ def bench(
     output: Annotated[
         Path | None, typer.Option("--output", help="Write the figures and the machine to this JSON file.")
     ] = None,
+    selection_map: Annotated[
+        Path | None,
+        typer.Option(
+            "--selection_map",
+            help="With --page_budget: draw the pages that a layer reads of a text into this file; needs matplotlib.",
+        ),
+    ] = None,
+    selection_layer: Annotated[int, typer.Option("--selection_layer", help="The layer to draw.")] = 0,
+    selection_text: Annotated[
+        str, typer.Option("--selection_text", help="A text file or folder, or stdlib, the source of Python.")
+    ] = "stdlib",
     dtype: Dtype = "auto",
     device: Device = "auto",
     *,
@@ -442,7 +453,21 @@ def bench(
         _quiet()
         from oomb import bench as benchmark
 
-        console = Console()
+        console, finish = Console(), None
+        if selection_map is not None:
+            from oomb import selection
+
+            num_layers = presets.load_config(name).get_text_config(decoder=True).num_hidden_layers
+            selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)
+            tokenizer = None if presets.is_preset(name) else presets.load_tokenizer(name)
+            ids = selection.text_ids(tokenizer, max(lengths), selection_text)
+
+            def finish(engine: Any) -> None:
+                found = selection.record(engine, ids, selection_layer)
+                pages = ", ".join(f"{page} ({share:.0%})" for page, share in found.most_read[:5])
+                console.print(f"layer {selection_layer} reads most: page {pages}", highlight=False, soft_wrap=True)
+                console.print(f"written to {selection.draw(found, selection_map)}", highlight=False, soft_wrap=True)
+
         report = benchmark.run(
             name,
             lengths,
@@ -453,6 +478,7 @@ def bench(
             lora=lora,
             repeats=repeats,
             settings=settings,
+            finish=finish,
             on_row=lambda row: console.print(f"measured {row.mode} at {row.context:,} tokens", style="dim"),
         )
     console.print(report.table())

@@ -107,6 +107,12 @@ class Config:
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
 
+    def keys_read(self, context: int) -> int:
+        """Most tokens that a query reads: those of its own chunk, and those of the pages it may choose."""
+        if self.page_budget is None:
+            return context
+        return min(context, self.chunk_size + self.page_budget * self.page_size)
+
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Config:
         """A Config from plain settings, with a message that names the unknown key if there is one."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from oomb.attention.chunk import ChunkAttention, Spec, attend
+from oomb.attention.sparse import ChosenPast
 from oomb.budget import Budget, Stats
 from oomb.config import Config
 from oomb.grads import collecting, float32_sums_fit, refuse_hooks
@@ -49,6 +50,8 @@ class Engine:
         self.head = TiledHead(self.model)
         self.progress: Callable[[str, int, int], None] | None = None
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
+        self.watch: Callable[[int, int, Tensor], None] | None = None
+        """Called as watch(layer, start of the chunk, chosen pages [B, N, C]) when pages have been chosen."""
         self.keeper: weakref.ref[Sequence] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
         self.budget = Budget(self.model, self.config)
@@ -262,6 +265,8 @@ class Sequence:
         )
         if not torch.is_grad_enabled():
             out, lse = attend(q, k, v, sinks, past, spec)
+            if self.engine.watch is not None and isinstance(past, ChosenPast) and past.choice is not None:
+                self.engine.watch(layer, self.start, past.choice)
             self.store.append(layer, self.start, k, v)
             self.store.keep(layer, self.start, out, lse)
             return out

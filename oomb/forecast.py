@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import exp
 
 from oomb.advice import advice, longest_context
-from oomb.config import Config
+from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory import GPU, HOST
 from oomb.metrics import GIB
 from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
@@ -50,6 +51,12 @@ ADAPTER_PRODUCTS = 1.43
 """Time of the layers' matrix products with adapters over that without. PEFT's are float32, TF32 is off by default, and
 inputs are cast for them. Fitted to four steps of Qwen2.5-7B with LoRA (rank 16 on all linear layers, chunks of 4096,
 checkpointed layers, 32,768 and 65,536 tokens, pages on the GPU and on the host); all of them within 2%."""
+CHOSEN_FORWARD_TFLOPS, CHOSEN_BACKWARD_TFLOPS = 384, 321
+"""Rates of attention to chosen pages, as dense attention's are counted. A step of Qwen2.5-7B on 49,152 tokens, chunks
+of 4096, 64 pages of 128."""
+RANKING_TFLOPS, RANKED_QUERIES = 185, 16
+"""Rate at which pages are ranked: 0.65 ms for 8192 pages, a chunk of 4096 and 28 heads of 128; and queries of a tile
+that are asked."""
 MEASURED_ON = "H200"
 LINK_BYTES_PER_SECOND = 45e9
 """Host memory to GPU and back at the same time, each way, over PCIe 5 (H200: 47 alone, less beside computation)."""
@@ -240,29 +247,53 @@ def _work(request: Request, placement: Placement) -> tuple[float, float]:
     share_again = again / length
     head = facts.vocab_size * facts.hidden_size
     layers = (facts.active_matrix_elements - head) * (ADAPTER_PRODUCTS if facts.has_adapters else 1)
-    attention = sum(_pairs(length, x.window) * x.num_query_heads * (x.head_size + x.value_size) for x in facts.layers)
-    attention *= 2 * request.batch_size
-    fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + attention / FORWARD_TFLOPS
+    fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + _forward(request, length) + _ranking(request)
     if not request.trains:
         return fill / 1e12, 0.0
     # The head is always computed again. A frozen matrix costs no gradient of its own.
     products = layers * (1 + share_again + placement.checkpoint_layers) + 2 * head + facts.trained_matrix_elements
     attention_again = 0.0
     if not placement.keep_attention:
-        attention_again = attention * _share_of_attention(request, again)
+        attention_again = _forward(request, again)
     elif not placement.keep_last_chunk:
-        attention_again = attention * (1 - _share_of_attention(request, placement.capacity))
-    backward = (
-        2 * tokens * products / MATRIX_TFLOPS + attention_again / FORWARD_TFLOPS + 2.5 * attention / BACKWARD_TFLOPS
-    )
+        attention_again = _forward(request, length) - _forward(request, placement.capacity)
+    backward = 2 * tokens * products / MATRIX_TFLOPS + attention_again + _backward(request, length)
     return fill / 1e12, backward / 1e12
 
 
-def _share_of_attention(request: Request, length: int) -> float:
-    """The share of all attention that the first `length` tokens have."""
-    windows = [layer.window for layer in request.facts.layers]
-    whole = sum(_pairs(request.length, window) for window in windows)
-    return sum(_pairs(length, window) for window in windows) / whole
+def _forward(request: Request, length: int) -> float:
+    """Seconds x 1e12 of attention's forward over the first `length` tokens."""
+    return _attention(request, length, FORWARD_TFLOPS, CHOSEN_FORWARD_TFLOPS)
+
+
+def _backward(request: Request, length: int) -> float:
+    return 2.5 * _attention(request, length, BACKWARD_TFLOPS, CHOSEN_BACKWARD_TFLOPS)
+
+
+def _attention(request: Request, length: int, dense_rate: float, chosen_rate: float) -> float:
+    config, total = request.config, 0.0
+    for index, layer in enumerate(request.facts.layers):
+        work = 2 * request.batch_size * layer.num_query_heads * (layer.head_size + layer.value_size)
+        if index in request.sparse_layers:
+            assert config.page_budget is not None
+            own = length * min(length, config.chunk_size) / 2
+            # As a window of so many tokens, over the chunks before.
+            chosen = _pairs(max(0, length - config.chunk_size), config.page_budget * config.page_size)
+            total += work * (own / dense_rate + chosen / chosen_rate)
+        else:
+            total += work * _pairs(length, layer.window) / dense_rate
+    return total
+
+
+def _ranking(request: Request) -> float:
+    """Seconds x 1e12 of ranking pages: two passes over the means of earlier pages, for the queries that are asked."""
+    config, total = request.config, 0.0
+    asked = request.batch_size * request.length * RANKED_QUERIES / TILE_SIZE
+    means = request.length / 2 / config.page_size * means_per_page(config.page_rule, config.page_size)
+    for index in request.sparse_layers:
+        layer = request.facts.layers[index]
+        total += 4 * asked * means * layer.num_query_heads * layer.head_size
+    return total / RANKING_TFLOPS
 
 
 def _pairs(length: int, window: int | None) -> float:
@@ -277,14 +308,31 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     chunk, first = request.config.chunk_size, placement.gpu_tokens
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
-    for (kv, grad, out), layer in zip(request.rows(), request.facts.layers):
-        seen = _tokens_read(chunk, placement.capacity, first, layer.window)
+    for index, ((kv, grad, out), layer) in enumerate(zip(request.rows(), request.facts.layers)):
+        if index in request.sparse_layers:
+            seen, seen_grad = (_tokens_chosen(request, at) for at in (first, placement.gpu_grad_tokens))
+        else:
+            seen = seen_grad = _tokens_read(chunk, placement.capacity, first, layer.window)
         fill_loads += kv * seen
         fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
         if request.trains:
-            grad_loads += (kv * (1 if placement.keep_attention else 2) + grad) * seen + out * placement.host_out_tokens
-            grad_stores += grad * seen
+            grad_loads += kv * (1 if placement.keep_attention else 2) * seen + grad * seen_grad
+            grad_loads += out * placement.host_out_tokens
+            grad_stores += grad * seen_grad
     return (fill_loads, grad_loads), (fill_stores, grad_stores)
+
+
+def _tokens_chosen(request: Request, first: int) -> float:
+    """Tokens from `first` on in pages that chunks choose, over all chunks, if every tile chooses at random: the most
+    that it can be, since tiles with like interests share pages."""
+    config = request.config
+    assert config.page_budget is not None
+    drawn = request.batch_size * -(-config.chunk_size // TILE_SIZE) * config.page_budget
+    total = 0.0
+    for start in range(config.chunk_size, request.capacity + 1, config.chunk_size):
+        pages, away = start / config.page_size, max(0, start - first) / config.page_size
+        total += away * (1 - exp(-drawn / pages)) if pages > config.page_budget else away
+    return total * config.page_size
 
 
 def _tokens_read(chunk: int, capacity: int, first: int, window: int | None) -> int:

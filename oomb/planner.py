@@ -37,6 +37,7 @@ COLORS = {
     "pages of K and V": "C6",
     "pages of their gradients": "C8",
     "kept attention outputs": "C9",
+    "page summaries and choices": "k",
 }
 """The same for a use of memory in every picture, in the order in which they are stacked."""
 
@@ -297,13 +298,13 @@ def _size(text: str, option: str) -> int:
     return num_bytes
 
 
-def check_plotting(path: str | Path) -> None:
+def check_plotting(path: str | Path, option: str = "--plot") -> None:
     if Path(path).suffix.lower() not in PICTURES:
-        raise ValueError(f"--plot {str(path)!r} is no picture; its name must end in {', '.join(PICTURES)}")
+        raise ValueError(f"{option} {str(path)!r} is no picture; its name must end in {', '.join(PICTURES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'oomb[plot]'") from None
+        raise ValueError(f"{option} needs matplotlib: pip install 'oomb[plot]'") from None
 
 
 def duration(seconds: float) -> str:

@@ -36,7 +36,7 @@ LAYERS = [
     {"forecast"},
     {"budget", "planner"},
     {"engine"},
-    {"trainer", "verify", "bench", "progress"},
+    {"trainer", "verify", "bench", "progress", "selection"},
     {"train"},
     {"cli"},
 ]

@@ -1,0 +1,74 @@
+"""The picture of what sparse attention reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checks import engine_for
+from command import invoke
+from families import build, random_ids
+
+from oomb import plan, selection
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (plan, selection):
+        monkeypatch.setattr(module, "TILE_SIZE", 8)
+
+
+def test_what_is_recorded_is_what_was_read() -> None:
+    engine = engine_for(build("llama"), 16, page_size=8, page_budget=2)
+    found = selection.record(engine, random_ids(1, 70), layer=1)
+    assert found.chosen_NP.shape == (9, 9)
+    # Tiles 2 and 3 are of the second chunk, which has two pages before it; from the third on two of more are chosen.
+    assert found.chosen_NP.sum(1).tolist() == [0, 0, 2, 2, 2, 2, 2, 2, 2]
+    assert found.own_NP[2].nonzero().flatten().tolist() == [2, 3]
+    assert not (found.chosen_NP & found.own_NP).any()
+    assert found.chosen_NP[2:, 0].all(), "the first page"
+    assert found.most_read[0] == (0, 1.0)
+    assert engine.watch is None
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    engine = engine_for(build("llama"), 16, page_size=8, page_budget=2)
+    path = selection.draw(selection.record(engine, random_ids(1, 70)), tmp_path / "map.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_says_why(tmp_path: Path) -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match="set --page_budget"):
+        selection.record(engine_for(model, 16), random_ids(1, 70))
+    engine = engine_for(model, 16, page_size=8, page_budget=2)
+    with pytest.raises(ValueError, match="one chunk of 16, which has no past"):
+        selection.record(engine, random_ids(1, 16))
+    with pytest.raises(ValueError, match="layer 9 chooses no pages"):
+        selection.record(engine, random_ids(1, 70), layer=9)
+    windowed = engine_for(build("mistral_sliding"), 16, page_size=8, page_budget=2)
+    with pytest.raises(ValueError, match="sliding window"):
+        selection.record(windowed, random_ids(1, 70))
+
+
+def test_text_of_the_standard_library() -> None:
+    ids = selection.text_ids(None, 500)
+    assert ids.shape == (1, 500) and ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--page_budget", "4", "--selection_map", "map.txt"], "--selection_map 'map.txt' is no picture"),
+        (["--selection_map", "map.png"], "set --page_budget too"),
+        (["--page_budget", "4", "--selection_map", "map.png", "--selection_layer", "99"], "--selection_layer is 99"),
+        (["--page_budget", "4", "--chunk_size", "1000"], "take chunk_size=1024"),
+        (["--page_budget", "0"], "it must be a number of pages"),
+    ],
+)
+def test_bad_input_is_told_at_once(options: list[str], message: str) -> None:
+    pytest.importorskip("matplotlib")
+    result = invoke("bench", "--model", "demo", *options)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
