@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 HAS_TRITON = find_spec("triton") is not None
 NUM_BUFFERS = {"kv": 2, "grad": 3}
 """One in use, one on its way here; and of gradients one on its way back."""
-NUM_PROGRAMS, NUM_WARPS = 16, 16
+NUM_PROGRAMS, NUM_WARPS = 8, 16
 """Of the kernel that moves pages. On an H200, 8 programs of 16 warps read pinned memory at 51 GB/s and slow a matrix
 product beside them by 2 to 3%."""
 MOST_SHORT = 2**15 - 1
