@@ -5,8 +5,8 @@ a row, sequence b's key/value head k has its key at (b * K + k) * head_stride an
 value_stride. Tensors of queries are [B, H, T, D] with strides *_b, *_h, *_t and 1; lse and delta are [B, H, T] and
 contiguous. Lists of chosen pages are [B, N, num_chosen]. Scores are kept in base 2.
 
-GAPS says that some of what a tile reads may not exist: entries of -1, tokens from `length` on, rows past the end of a
-page. Without it nothing is masked.
+Pages begin at a multiple of ALIGNED numbers, which lets loads be wide. GAPS says that some of what a tile reads may not
+exist: entries of -1, tokens from `length` on, rows past the end of a page. Without it nothing is masked.
 """
 
 import triton
@@ -24,7 +24,7 @@ def forward_kernel(
     q_b, q_h, q_t, own_b, own_h, own_t, out_b, out_h, out_t, row_stride, head_stride, value_at, value_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of TILE_Q queries of a tile, of one head, to the pages that the tile has chosen, together with what
     it has already attended to: `own` and its lse are where the softmax begins.
@@ -50,7 +50,7 @@ def forward_kernel(
     # One loop over pages and their pieces: loads of the next pages are under way while this one is computed.
     for i in tl.range(0, num_chosen * PIECES, num_stages=STAGES):
         first = (i % PIECES) * TILE_K
-        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), 8) + first * row_stride
+        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), ALIGNED) + first * row_stride
         if GAPS:
             token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
             inside = (token >= 0) & (token < length) & (first + s < PAGE)
@@ -62,6 +62,7 @@ def forward_kernel(
         else:
             k_tile = tl.load(start + k_at)
             v_tile = tl.load(start + v_at)
+        k_tile, v_tile = k_tile.to(q_tile.dtype), v_tile.to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
         if GAPS:
             scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -83,7 +84,7 @@ def dq_kernel(
     row_stride, head_stride, value_at, value_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of TILE_Q queries of a tile, of one head: `own`, and what comes from the pages that the tile has chosen.
     out and lse are those of the whole softmax. delta, the sum of dout * out over a row, is written for `dkv_kernel`."""
@@ -109,7 +110,7 @@ def dq_kernel(
     PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
     for i in tl.range(0, num_chosen * PIECES, num_stages=STAGES):
         first = (i % PIECES) * TILE_K
-        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), 8) + first * row_stride
+        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), ALIGNED) + first * row_stride
         if GAPS:
             token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
             inside = (token >= 0) & (token < length) & (first + s < PAGE)
@@ -121,6 +122,7 @@ def dq_kernel(
         else:
             k_tile = tl.load(start + k_at)
             v_tile = tl.load(start + v_at)
+        k_tile, v_tile = k_tile.to(q_tile.dtype), v_tile.to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
         dprobs = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         probs = tl.exp2(scores - lse_tile[:, None])
@@ -140,7 +142,7 @@ def dkv_kernel(
     grad_row_stride, grad_head_stride, grad_value_at, grad_value_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr, TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, DROPPED: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of TILE_K tokens of one page, one sequence and one key/value head, from all tiles that chose the page,
     added to the page's gradient rows (or written there, if nobody has touched them yet).
@@ -163,9 +165,9 @@ def dkv_kernel(
         s = tl.program_id(0) % PIECES * TILE_K + tl.arange(0, TILE_K)
         inside = (s < PAGE) & (page * PAGE + s < length)
         k_mask, v_mask = inside[:, None] & (d < D)[None, :], inside[:, None] & (dv < Dv)[None, :]
-        start = base + tl.multiple_of(tl.load(offsets + page), 8) + s.to(tl.int64)[:, None] * row_stride
-        k_tile = tl.load(start + head * head_stride + d[None, :], k_mask, other=0.0)
-        v_tile = tl.load(start + value_at + head * value_stride + dv[None, :], v_mask, other=0.0)
+        start = base + tl.multiple_of(tl.load(offsets + page), ALIGNED) + s.to(tl.int64)[:, None] * row_stride
+        k_tile = tl.load(start + head * head_stride + d[None, :], k_mask, other=0.0).to(q.dtype.element_ty)
+        v_tile = tl.load(start + value_at + head * value_stride + dv[None, :], v_mask, other=0.0).to(q.dtype.element_ty)
         dk = tl.zeros([TILE_K, TILE_D], tl.float32)
         dv_sum = tl.zeros([TILE_K, TILE_V], tl.float32)
         first_tile, r = item // num_pages * num_tiles, tl.arange(0, TILE_Q)
@@ -194,7 +196,8 @@ def dkv_kernel(
             dv_sum = tl.dot(probs.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
             dscores = probs * (dprobs - delta_tile[None, :])
             dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
-        grad_start = grads + tl.multiple_of(tl.load(grad_offsets + page), 4) + s.to(tl.int64)[:, None] * grad_row_stride
+        grad_start = grads + tl.multiple_of(tl.load(grad_offsets + page), GRAD_ALIGNED)
+        grad_start += s.to(tl.int64)[:, None] * grad_row_stride
         dk_at = grad_start + head * grad_head_stride + d[None, :]
         dv_at = grad_start + grad_value_at + head * grad_value_stride + dv[None, :]
         dk *= scale

@@ -168,6 +168,26 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
+def test_pages_in_another_precision(dtype: torch.dtype) -> None:
+    """K and V at rest may be wider or narrower than what is computed with; gradients too."""
+    case = Case(K=2, G=2, T=20, D=16, S=16, length=48, C=2, full=True)
+    q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
+    pages = replace(pages, base=pages.base.to(dtype))
+    settings: dict[str, Any] = {"scale": 0.3, "tile_size": 16}
+    found = sparse.launch_forward(q, pages, chosen, own, own_lse, **settings)
+    expected = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    for x, y in zip(found, expected, strict=True):
+        assert relative_error(x, y) < 1e-5
+    dq, delta = sparse.launch_dq(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
+    expected_dq, rows = sparse_reference.backward(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
+    assert relative_error(dq, expected_dq) < 1e-5
+    grads = replace(grad_pages(pages, torch.float32), touched_BP=torch.zeros_like(pages.touched_BP))
+    sparse.launch_dkv(dout, q, pages, chosen, expected[1], delta, grads, **settings)
+    read = chosen.unique().long()
+    assert relative_error(rows_of(grads)[read], rows[read]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
 def test_short_gradients_are_rounded_at_random(dtype: torch.dtype) -> None:
     """In the mean over seeds they are what float32 ones are."""
     case = Case(K=2, G=2, T=32, D=16, S=16, length=48, C=2, full=True)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from oomb.attention.chunk import Spec
 
 LOG2_E = log2(e)
+ALIGNED_BYTES = 16
+"""The widest load of a GPU; pages and their rows begin at multiples of it."""
 
 
 class Grads(Pages, Protocol):
@@ -208,7 +210,8 @@ def launch_dkv(
             num_pages, num_tiles, T, D, pages.value_size, pages.length, scale, scale * LOG2_E,
             *dout.stride()[:3], *q.stride()[:3], grads.touched_BP.stride(0), *_row_strides(pages), *_row_strides(grads),
             NUM_HEADS=H, **_sizes(q, pages), PADDED=_is_padded(pages) or T % tile_size > 0, QUERY_TILE=tile_size,
-            TILE_Q=tile_q, TILE_K=tile_k, DROPPED=DROPPED_BITS.get(grads.base.dtype, 0), STAGES=stages, num_warps=warps,
+            TILE_Q=tile_q, TILE_K=tile_k, DROPPED=DROPPED_BITS.get(grads.base.dtype, 0), GRAD_ALIGNED=_alignment(grads),
+            STAGES=stages, num_warps=warps,
         )  # fmt: skip
 
 
@@ -245,8 +248,14 @@ def _sizes(q: Tensor, pages: Pages) -> dict[str, int | str]:
         "PAGE": pages.page_size,
         "TILE_D": _tile_of(pages.head_size),
         "TILE_V": _tile_of(pages.value_size),
+        "ALIGNED": _alignment(pages),
         "PRECISION": "ieee",
     }
+
+
+def _alignment(pages: Pages) -> int:
+    """Numbers in 16 bytes, at multiples of which pages begin."""
+    return ALIGNED_BYTES // pages.base.dtype.itemsize
 
 
 def _masks(pages: Pages, tile_k: int, has_gaps: bool) -> dict[str, bool]:

@@ -56,8 +56,13 @@ def most_chosen(choosing: Choosing, batch_size: int, chunk_size: int, num_pages:
 
 
 def buffer_bytes(num_chosen: int, page_bytes: int, num_pages: int) -> int:
-    """A buffer for chosen pages: their bytes, how many and which they are, and where all pages are found."""
-    return num_chosen * page_bytes + 8 * num_pages + 16 + -(-4 * num_chosen // 16) * 16
+    """A buffer for chosen pages. The next one begins on a boundary that suits all loads."""
+    return -(-sum(buffer_parts(num_chosen, page_bytes, num_pages)) // 256) * 256
+
+
+def buffer_parts(num_chosen: int, page_bytes: int, num_pages: int) -> tuple[int, int, int, int]:
+    """Bytes of the pages, of the places where all pages are found, of the number of the chosen, and of their list."""
+    return num_chosen * page_bytes, -(-8 * num_pages // 16) * 16, 16, -(-4 * num_chosen // 16) * 16
 
 
 def table_bytes(
@@ -290,9 +295,10 @@ class ChosenPages:
 
     def _parts(self, data: Tensor, kind: str, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of a buffer: pages, places of all pages, how many were chosen, and which."""
-        sizes = self.num_chosen * self._page_bytes(kind, layer), 8 * self.num_pages, 16, 4 * self.num_chosen
+        sizes = buffer_parts(self.num_chosen, self._page_bytes(kind, layer), self.num_pages)
         pages, places, count, which = data[: sum(sizes)].split(sizes)
-        return pages.view(torch.int32), places.view(torch.int64), count.view(torch.int32), which.view(torch.int32)
+        places = places.view(torch.int64)[: self.num_pages]
+        return pages.view(torch.int32), places, count.view(torch.int32), which.view(torch.int32)
 
     def _flags(self, kind: str, layer: int) -> tuple[Tensor, int, int]:
         """Which pages hold anything, the number of rows of that (0: all pages do), and their distance."""
