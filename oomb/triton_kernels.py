@@ -142,7 +142,7 @@ def move_kernel(
             has_some = has_some | (tl.load(touched + b * touched_b + page) != 0)
         if has_some:
             w = first + tl.arange(0, TILE)
-            away = tl.multiple_of(tl.load(addresses + page), 16).to(tl.pointer_type(tl.int32)) + w
+            away = tl.multiple_of(tl.load(addresses + page).to(tl.pointer_type(tl.int32)), 16) + w
             here = buffer + index.to(tl.int64) * page_words + w
             if OUT:
                 tl.store(away, tl.load(here, w < page_words), w < page_words)
