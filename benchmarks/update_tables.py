@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/numerics.md from benchmarks/results/*.json, between their markers.
+"""Writes the tables of README.md and docs/ from benchmarks/results/*.json, between their markers.
 
 python benchmarks/update_tables.py            # rewrite
 python benchmarks/update_tables.py --check    # exit 1 if the README does not say what the files say
@@ -159,6 +159,44 @@ def sums() -> str:
     return "\n".join(lines)
 
 
+def fidelity() -> str:
+    """Gradients with chosen pages against dense ones; nothing as long as that is not measured."""
+    name = "fidelity_smollm2"
+    if not (RESULTS / f"{name}.json").exists():
+        return ""
+    report = load(f"{name}.json")
+    settings = report["settings"]
+    rows = [row for row in report["rows"] if not row["reads_all"]]
+    columns = list(dict.fromkeys((row["kind"], row["rule"]) for row in rows))
+    means = {(row["kind"], row["rule"], row["budget"]): row["mean"] for row in rows}
+    gpu = report["machine"]["gpu"]
+    prose = next(text["name"] for text in report["texts"] if text["kind"] == "prose").rpartition(", part")[0]
+    lines = [
+        "## How faithful",
+        "",
+        f"The gradient of all parameters against that of dense training, both by the engine: cosine and, in brackets, "
+        f"relative error. {report['model']} ({report['weights']}) in {settings['dtype']}, {settings['tokens']:,} "
+        f"tokens in chunks of {settings['chunk_size']}, pages of {settings['page_size']}; means over "
+        f"{settings['samples']} samples each of Python source and of prose ({prose}; `benchmarks/fidelity.py`, "
+        f"{'one ' + gpu['name'] if gpu else 'on a CPU'}):",
+        "",
+        f"| pages | {' | '.join(f'{kind}, `{rule}`' for kind, rule in columns)} |",
+        f"|---:|{'---:|' * len(columns)}",
+    ]
+    for budget in sorted({row["budget"] for row in rows}):
+        cells = [means.get((*column, budget)) for column in columns]
+        shown = [f"{mean['cosine']:.3f} ({mean['error']:.2f})" if mean else "" for mean in cells]
+        lines.append(f"| {budget} | {' | '.join(shown)} |")
+    worst = max(sample["error"] for row in report["rows"] if row["reads_all"] for sample in row["samples"])
+    lines += ["", f"With a budget that covers every page the relative error is {worst:.0e} at most."]
+    if (RESULTS / f"{name}.png").exists():
+        lines += [
+            "",
+            f"![Cosine with the dense gradient against the number of pages](../benchmarks/results/{name}.png)",
+        ]
+    return "\n".join(lines)
+
+
 def updated(text: str, marker: str, content: str) -> str:
     start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
     before, rest = text.split(start)
@@ -168,7 +206,12 @@ def updated(text: str, marker: str, content: str) -> str:
 def main(check: bool) -> bool:
     """Whether the documents said what the files say."""
     was_true = True
-    blocks = ("README.md", "headline", headline), ("README.md", "bench", table), ("docs/numerics.md", "sums", sums)
+    blocks = (
+        ("README.md", "headline", headline),
+        ("README.md", "bench", table),
+        ("docs/numerics.md", "sums", sums),
+        ("docs/sparse.md", "fidelity", fidelity),
+    )
     for path, marker, make in blocks:
         text = (ROOT / path).read_text()
         new = updated(text, marker, make())

