@@ -308,6 +308,8 @@ def main(
         # What is no rule, no budget or no size is refused before weights are loaded.
         for rule, budget in product(chosen_rules, chosen_budgets):
             Config.from_dict({**shape, "page_rule": rule, "page_budget": budget})
+        if tokens <= chunk_size:
+            raise ValueError(f"{tokens} tokens are one chunk of {chunk_size}, without a past; take more with --tokens")
         network, tokenizer = smollm2.load(gguf, device)
         texts = read_texts(tokenizer, tokens, samples, prose)
     except ValueError as error:

@@ -147,6 +147,7 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
     [
         (["--rules", "best"], "page_rule is 'best'"),
         (["--page-size", "5"], "take chunk_size=20"),
+        (["--chunk-size", "48"], "without a past"),
         (["--samples", "9"], "there are 1 to 3"),
         (["--tokens", "10000000"], "take fewer"),
     ],
