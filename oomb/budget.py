@@ -23,6 +23,7 @@ from oomb.memory import (
     Tiers,
     free_gpu_bytes,
     free_host_bytes,
+    pair,
 )
 from oomb.model import CausalLM, LayerShape
 from oomb.plan import LayerFacts, Placement, choosing
@@ -186,8 +187,8 @@ def _layer_spec(shape: LayerShape, batch_size: int, config: Config) -> LayerSpec
     kv_dtype, grad_dtype = _dtype(config.kv_dtype) or shape.dtype, _dtype(config.grad_dtype) or shape.dtype
     out, lse = (batch_size, shape.num_query_heads, shape.value_size), (batch_size, shape.num_query_heads)
     return LayerSpec(
-        kv=Row((k, kv_dtype), (v, kv_dtype)),
-        grad=Row((k, grad_dtype), (v, grad_dtype)),
+        kv=pair(k, v, kv_dtype),
+        grad=pair(k, v, grad_dtype),
         out=Row((out, shape.dtype), (lse, torch.promote_types(shape.dtype, torch.float32))),
         dtype=shape.dtype,
         window=shape.window,

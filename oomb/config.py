@@ -20,8 +20,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "checkpoint_layers": ("auto", True, False),
     "keep_last_chunk": ("auto", True, False),
     "keep_attention": ("auto", True, False),
-    "kv_dtype": ("auto", *DTYPES),
-    "grad_dtype": ("auto", *DTYPES),
+    "kv_dtype": ("auto", *DTYPES, "int8"),
+    "grad_dtype": ("auto", *DTYPES, "int8"),
     "param_grad_dtype": ("auto", "param", "float32"),
 }
 
@@ -72,11 +72,12 @@ class Config:
     Costs memory, host memory where it can, for each token: 200 KiB for a 7B model in bfloat16. "auto": if it fits."""
 
     kv_dtype: str = "auto"
-    """Precision of K and V at rest. "auto": as the model computes them."""
+    """Precision of K and V at rest. "auto": as the model computes them. "int8": whole numbers with a scale for each
+    token and head, about half of 16 bits."""
 
     grad_dtype: str = "auto"
     """Precision of the gradients of K and V at rest. They are added up in float32; 16-bit ones are rounded up or down
-    at random, so that many small shares do not get lost. "auto": as the model computes them."""
+    at random, so that many small shares do not get lost. "auto": as the model computes them. "int8": as for K and V."""
 
     param_grad_dtype: Literal["auto", "param", "float32"] = "auto"
     """Precision in which a step's parameter gradients are summed over its chunks; `.grad` itself always has the

@@ -9,7 +9,7 @@ Constants name their measurements: peaks of torch.cuda.max_memory_allocated on o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,13 +21,14 @@ from oomb.memory import (
     Choosing,
     buffer_bytes,
     most_chosen,
+    pair_bytes,
     row_bytes,
     staging_bytes,
     table_bytes,
 )
 from oomb.metrics import gib
 
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 PLAIN_TILE, FUSED_TILE = 2**26, 5 * 2**26
 """Logits per tile of the head, as `oomb.loss` has them; a test holds the two to be equal."""
@@ -196,6 +197,10 @@ class Request:
             return []
         return [index for index, layer in enumerate(self.facts.layers) if layer.window is None]
 
+    def is_quantised(self, field: int) -> bool:
+        """Whether K and V (0) or their gradients (1) rest in 8 bits."""
+        return (self.config.kv_dtype, self.config.grad_dtype)[field] == "int8"
+
     def rows(self) -> list[tuple[int, int, int]]:
         """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
         found = []
@@ -205,8 +210,8 @@ class Request:
             heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
             found.append(
                 (
-                    row_bytes(heads * layer.head_size * kv, heads * layer.value_size * kv),
-                    row_bytes(heads * layer.head_size * grad, heads * layer.value_size * grad) if self.trains else 0,
+                    pair_bytes(heads, layer.head_size, layer.value_size, kv),
+                    pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.trains else 0,
                     row_bytes(queries * layer.value_size * size, queries * max(4, size)),
                 )
             )
@@ -253,8 +258,10 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
     needs = _needs(request, is_checkpointed, keeps)
     needed = sum(term.num_bytes for term in needs)
     whole = num_pages * (kv_bytes + grad_bytes) + out_bytes + tables
-    gpu_out_tokens, staging = 0, 0
-    if whole <= _gpu_budget(request, needed, 0):
+    # Pages in 8 bits go through buffers wherever they lie.
+    always = sum(_buffers(request, field) for field in (0, 1) if request.sparse_layers and request.is_quantised(field))
+    gpu_out_tokens, staging = 0, always
+    if whole <= _gpu_budget(request, needed, always):
         gpu_pages = gpu_grad_pages = num_pages
         gpu_out_tokens = capacity if keeps else 0
     elif not request.sparse_layers:
@@ -264,11 +271,11 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
         )
     else:
         # K and V first. All of them, and there is no need of buffers for theirs.
-        staging = _staging(request, keeps) + _buffers(request, 1)
+        staging = _staging(request, keeps) + _buffers(request, 1) + request.is_quantised(0) * _buffers(request, 0)
         gpu_pages = num_pages
         room = _gpu_budget(request, needed, staging) - tables
         if num_pages * kv_bytes > room:
-            staging += _buffers(request, 0)
+            staging += (not request.is_quantised(0)) * _buffers(request, 0)
             room = _gpu_budget(request, needed, staging) - tables
             gpu_pages = min(num_pages, max(0, int(room // kv_bytes)))
         left = max(0.0, room - gpu_pages * kv_bytes)
@@ -338,8 +345,10 @@ def _buffers(request: Request, field: int) -> int:
     config, num_pages = request.config, -(-request.capacity // request.config.page_size)
     if field == 1 and not request.trains:
         return 0
-    rows = request.rows()
-    widest = max(rows[index][field] for index in request.sparse_layers)
+    as_computed = replace(request, config=replace(config, kv_dtype="auto", grad_dtype="auto"))
+    rows, working = request.rows(), as_computed.rows()
+    # Pages in 8 bits are widened on their way in.
+    widest = max((working if request.is_quantised(field) else rows)[index][field] for index in request.sparse_layers)
     num_chosen = most_chosen(_choosing(request), request.batch_size, config.chunk_size, num_pages)
     return NUM_BUFFERS[("kv", "grad")[field]] * buffer_bytes(num_chosen, widest * config.page_size, num_pages)
 

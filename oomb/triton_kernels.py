@@ -98,13 +98,14 @@ def mark_kernel(places, chosen, num_chosen, edge, TILE: tl.constexpr):
 
 @triton.jit
 def number_kernel(
-    places, pages, count, moved, touched, buffer, page_bytes, num_pages, num_rows, touched_b, TILE: tl.constexpr
-):
-    """Gives every marked page a place in the buffer: places[p] = buffer + i * page_bytes and pages[i] = p for the i-th
-    of them, the places of the others stay. count is how many there are; moved grows by the bytes of those with anything
-    in them, touched[b, p] saying so for each of num_rows sequences (0 of them: all).
+    places, pages, count, moved, flags, buffer, place_bytes, page_bytes, edge, num_pages, num_rows, flags_b,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Gives every marked page a place in the buffer: places[p] = buffer + i * place_bytes and pages[i] = p for the i-th
+    of them, the places of the others stay. count is how many there are; moved grows by page_bytes for each from `edge`
+    on that holds anything, flags[b, p] saying so for each of num_rows sequences (0 of them: all do).
 
-    places = [40, -1, 56, -1], buffer = 1000, page_bytes = 8: places = [40, 1000, 56, 1008], pages = [1, 3], count = 2.
+    places = [40, -1, 56, -1], buffer = 1000, place_bytes = 8: places = [40, 1000, 56, 1008], pages = [1, 3], count = 2.
     """
     num_marked = 0
     num_moved = 0
@@ -113,13 +114,14 @@ def number_kernel(
         place = tl.load(places + p, p < num_pages, other=0)
         marked = (place == -1).to(tl.int32)
         index = num_marked + tl.cumsum(marked, 0) - marked
-        tl.store(places + p, buffer + index.to(tl.int64) * page_bytes, marked != 0)
+        tl.store(places + p, buffer + index.to(tl.int64) * place_bytes, marked != 0)
         tl.store(pages + index, p, marked != 0)
-        some = marked
+        some = marked * (p >= edge).to(tl.int32)
         if num_rows > 0:
-            some = tl.zeros([TILE], tl.int32)
+            holds = tl.zeros([TILE], tl.int32)
             for b in range(num_rows):
-                some |= marked & (tl.load(touched + b * touched_b + p, p < num_pages, other=0) != 0).to(tl.int32)
+                holds |= (tl.load(flags + b * flags_b + p, p < num_pages, other=0) != 0).to(tl.int32)
+            some *= holds
         num_marked += tl.sum(marked, 0)
         num_moved += tl.sum(some, 0)
     tl.store(count, num_marked)
@@ -148,3 +150,51 @@ def move_kernel(
                 tl.store(away, tl.load(here, w < page_words), w < page_words)
             else:
                 tl.store(here, tl.load(away, w < page_words), w < page_words)
+
+
+@triton.jit
+def widen_kernel(
+    pages, count, addresses, buffer, flags, seed, page_size, num_heads, k_size, v_size,
+    row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b,
+    OUT: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """As `move_kernel`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
+    of all heads in int8, V at value_at, and at scale_at two bfloat16 scales for each head. A row in the buffer has
+    wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`. `oomb.quantise` says what is
+    computed."""
+    num_parts = tl.cdiv(page_size, TILE_S) * num_heads * 2
+    d = tl.arange(0, TILE_D)
+    for i in range(tl.program_id(0), tl.load(count) * num_parts, tl.num_programs(0)):
+        index, part = i // num_parts, i % num_parts
+        page = tl.load(pages + index)
+        has_some = num_rows == 0
+        for b in range(num_rows):
+            has_some = has_some | (tl.load(flags + b * flags_b + page) != 0)
+        if has_some:
+            is_value = part % 2
+            head = part // 2 % num_heads
+            s = part // (2 * num_heads) * TILE_S + tl.arange(0, TILE_S)
+            size = tl.where(is_value != 0, v_size, k_size)
+            inside = (s < page_size)[:, None] & (d < size)[None, :]
+            s64 = s.to(tl.int64)
+            address = tl.load(addresses + page)
+            rows = address.to(tl.pointer_type(tl.int8)) + s64 * row_bytes
+            rest = rows[:, None] + tl.where(is_value != 0, value_at, 0) + head * size + d[None, :]
+            scales = (
+                (address + scale_at).to(tl.pointer_type(tl.bfloat16)) + s64 * (row_bytes // 2) + head * 2 + is_value
+            )
+            wide_at = (index.to(tl.int64) * page_size + s64) * wide_row + tl.where(is_value != 0, wide_value_at, 0)
+            here = buffer + wide_at[:, None] + head * size + d[None, :]
+            if OUT:
+                x = tl.load(here, inside, other=0.0).to(tl.float32)
+                scale = (tl.max(tl.abs(x), 1) * (1.0078125 / 127)).to(tl.bfloat16)
+                steps = x / tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)[:, None]
+                at = ((page * page_size + s) * num_heads * 2 + part % (2 * num_heads))[:, None] * TILE_D + d[None, :]
+                steps = tl.floor(steps + (mixed_bits(seed, at) >> 8).to(tl.float32) * (1.0 / (1 << 24)))
+                steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+                tl.store(rest, steps.to(tl.int8), inside)
+                tl.store(scales, scale, s < page_size)
+            else:
+                scale = tl.load(scales, s < page_size, other=0.0).to(tl.float32)
+                x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, None]
+                tl.store(here, x.to(buffer.dtype.element_ty), inside)

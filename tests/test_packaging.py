@@ -29,7 +29,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
 LAYERS = [
     {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options"},
-    {"triton_pages", "triton_select", "rounding"},
+    {"triton_pages", "triton_select", "rounding", "quantise"},
     {"memory", "attention", "grads", "inputs"},
     {"plan", "model"},
     {"facts", "advice"},

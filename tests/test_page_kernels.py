@@ -244,7 +244,7 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     touched = torch.tensor([[0] * 9, [1, 1, 1, 1, 1, 1, 1, 0, 1]], dtype=torch.uint8, device=DEVICE)
     triton_kernels.mark_kernel[(2,)](places, chosen, len(chosen), edge, TILE=4)
     triton_kernels.number_kernel[(1,)](
-        places, which, count, moved, touched, buffer.data_ptr(), 4 * words, P, 2, P, TILE=4
+        places, which, count, moved, touched, buffer.data_ptr(), 4 * words, 4 * words, edge, P, 2, P, TILE=4
     )
     pages = [p for p in (2, 4, 7, 8) if p >= edge]
     assert which[: count[0]].tolist() == pages and moved.tolist() == [4 * words * (len(pages) - 1), 0]
@@ -261,10 +261,9 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     assert torch.equal(away, expected)
 
 
-@pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine goes the way of a GPU, if need be in the interpreter."""
-    monkeypatch.setattr(plan, "TILE_SIZE", 16)
+def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """If need be in the interpreter."""
+    patch.setattr(plan, "TILE_SIZE", 16)
     if ON_GPU:
         return
     init = ChosenPages.__init__
@@ -274,8 +273,13 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         self.uses_kernels = True
         self.follows = dict.fromkeys(self.layers, True)
 
-    monkeypatch.setattr(chosen_module.ChosenPages, "__init__", with_triton)
-    monkeypatch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
+    patch.setattr(chosen_module.ChosenPages, "__init__", with_triton)
+    patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_the_way_of_a_gpu(monkeypatch)
 
 
 PLACES: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ chosen.py    those of them that sparse attention has chosen
 from oomb.memory.chosen import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen, table_bytes
 from oomb.memory.pages import GPU, HOST, OutOfPages
 from oomb.memory.past import LayerPast
-from oomb.memory.rows import LayerSpec, Row, row_bytes, segment_bounds, staging_bytes
+from oomb.memory.rows import LayerSpec, Row, pair, pair_bytes, row_bytes, segment_bounds, staging_bytes
 from oomb.memory.slabs import Tiers, free_gpu_bytes, free_host_bytes
 from oomb.memory.store import PageStore
 
@@ -31,6 +31,8 @@ __all__ = [
     "free_gpu_bytes",
     "free_host_bytes",
     "most_chosen",
+    "pair",
+    "pair_bytes",
     "row_bytes",
     "segment_bounds",
     "staging_bytes",

@@ -10,7 +10,6 @@ B batch, K key/value heads, D head size, P pages, N tiles, C pages chosen per ti
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,8 @@ NUM_PROGRAMS, NUM_WARPS = 8, 16
 """Of the kernel that moves pages. On an H200, 8 programs of 16 warps read pinned memory at 51 GB/s and slow a matrix
 product beside them by 2 to 3%."""
 MOST_SHORT = 2**15 - 1
+Flags = tuple[Tensor, int, int]
+"""Which pages hold anything: a table by sequence and page, the number of its rows (0: all do), and their distance."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,7 @@ class ChosenPages:
     """What a sequence has for those of its layers that choose pages."""
 
     def __init__(self, store: PageStore, choosing: Choosing, trains: bool) -> None:
-        # It has hold of us: with both ways held, its pages would wait for Python's garbage collector.
-        self.store: PageStore = weakref.proxy(store)
-        self.choosing, self.trains = choosing, trains
+        self.store, self.choosing, self.trains = store, choosing, trains
         self.device, self.num_pages = store.tiers.device, store.num_pages
         self.layers = [layer for layer, spec in store.layers.items() if store.is_sparse(layer)]
         self.uses_kernels = self.device.type == "cuda" and HAS_TRITON
@@ -134,20 +133,13 @@ class ChosenPages:
             self.choices[layer] = torch.empty(table, dtype=choice_dtype(self.num_pages), device=self.device)
         self._known: dict[int, set[int]] = {layer: set() for layer in self.layers}
 
-    def close(self) -> None:
-        """Gives up the tables. Their memory is the computation's to use again, and stores on their way read addresses
-        in it: it waits for them."""
-        for layer in self.layers:
-            self.store.tiers.copier.wait(self.store.stored.get(("grad", layer)))
-        for tables in (self.means, self.touched, self.choices, self._addresses):
-            tables.clear()
-
     def needs_buffers(self, kind: str) -> bool:
         """Whether pages of this kind are ever brought together."""
-        return not all(self.follows.values()) or self.store.gpu_pages[kind] < self.num_pages
+        is_quantised = any(self._is_quantised(kind, layer) for layer in self.layers)
+        return is_quantised or not all(self.follows.values()) or self.store.gpu_pages[kind] < self.num_pages
 
     def ring(self, kind: str) -> Ring:
-        page_bytes = max(self._page_bytes(kind, layer) for layer in self.layers)
+        page_bytes = max(self._working_bytes(kind, layer) for layer in self.layers)
         size = buffer_bytes(self.num_chosen, page_bytes, self.num_pages)
         return self.store.tiers.ring(f"chosen {kind}", NUM_BUFFERS[kind], size)
 
@@ -204,38 +196,58 @@ class ChosenPages:
         slot = tiers.prefetcher.take(load)
         free_after = None
         try:
-            page_bytes = self._page_bytes(kind, layer)
-            data = slot.bytes[: self.num_chosen * page_bytes]
             if self.follows[layer]:
+                data = slot.bytes[: self.num_chosen * self._working_bytes(kind, layer)]
                 places = self._parts(slot.bytes, kind, layer)[1] - data.data_ptr()
                 yield self._view(kind, layer, start, data, places, seed)
                 if writes:
                     self._touch(layer, start, end)
-                    free_after = self._store(layer, slot.bytes)
+                    free_after = self._store(layer, slot.bytes, seed)
             else:
                 pages = self._unique(layer, start, end)
-                places = torch.zeros(self.num_pages, dtype=torch.int64, device=self.device)
-                places[pages] = torch.arange(len(pages), device=self.device) * page_bytes
-                near = [
-                    (data[i * page_bytes : (i + 1) * page_bytes], piece)
-                    for i, p in enumerate(pages)
-                    if (piece := self.store.page(kind, layer, p, GPU)) is not None
-                ]
-                for part, page in near:
-                    part.copy_(page)
-                yield self._view(kind, layer, start, data, places, seed)
+                with self._gathered(kind, layer, pages, slot.bytes, seed if writes else None) as (data, places):
+                    yield self._view(kind, layer, start, data, places, seed)
                 if writes:
                     self._touch(layer, start, end)
-                    for part, page in near:
-                        page.copy_(part)
-                    back = [
-                        (piece, data[i * page_bytes : (i + 1) * page_bytes])
-                        for i, p in enumerate(pages)
-                        if (piece := self.store.page(kind, layer, p, HOST)) is not None
-                    ]
+                    copies = self._copies(kind, layer, pages, slot.bytes)
+                    back = [(page, part) for tier, page, part in copies if tier == HOST]
                     free_after = self.store.store_back(kind, layer, back, tiers.copier.mark())
         finally:
             tiers.prefetcher.give(load.ring, slot, free_after if free_after is not None else tiers.copier.mark())
+
+    def _copies(self, kind: str, layer: int, pages: list[int], data: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(tier, page, its place in the buffer) of chosen pages that are copied one by one."""
+        size = self._page_bytes(kind, layer)
+        for i, p in enumerate(pages):
+            for tier in (GPU, HOST):
+                page = self.store.page(kind, layer, p, tier)
+                if page is not None:
+                    yield tier, page, data[i * size : (i + 1) * size]
+
+    @contextmanager
+    def _gathered(
+        self, kind: str, layer: int, pages: list[int], data: Tensor, seed: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chosen pages as attention computes with them, and where each begins; with a seed they come back changed.
+        Those on the host are in the buffer already."""
+        near = [(page, part) for tier, page, part in self._copies(kind, layer, pages, data) if tier == GPU]
+        for page, part in near:
+            part.copy_(page)
+        spec, num_tokens = self.store.layers[layer], len(pages) * self.store.page_size
+        row, working = spec.row(kind), spec.working(kind)
+        places = torch.zeros(self.num_pages, dtype=torch.int64, device=self.device)
+        places[pages] = torch.arange(len(pages), device=self.device) * self._working_bytes(kind, layer)
+        if row.is_quantised:
+            wide = torch.empty(num_tokens * working.num_bytes, dtype=torch.uint8, device=self.device)
+            working.write(working.views(wide, num_tokens), row.read(row.views(data, num_tokens)))
+            yield wide, places
+            if seed is not None:
+                row.write(row.views(data, num_tokens), working.read(working.views(wide, num_tokens)), seed)
+        else:
+            yield data[: num_tokens * row.num_bytes], places
+        if seed is not None:
+            for page, part in near:
+                page.copy_(part)
 
     def with_later(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv of a chunk's own tokens plus what later chunks have left for them."""
@@ -243,7 +255,8 @@ class ChosenPages:
         is_touched = (
             self.touched[layer][:, first:last].bool().repeat_interleave(self.store.page_size, 1)[:, None, :, None]
         )
-        with self.store.own_grads(layer, start, end) as (later_k, later_v):
+        with self.store.own_grads(layer, start, end) as fields:
+            later_k, later_v = self.store.layers[layer].grad.read(fields)
             return torch.where(is_touched, dk + later_k, dk), torch.where(is_touched, dv + later_v, dv)
 
     def _touch(self, layer: int, start: int, end: int) -> None:
@@ -252,7 +265,15 @@ class ChosenPages:
         self.touched[layer].scatter_(1, choice.flatten(1).long(), 1)
 
     def _is_at_hand(self, kind: str, layer: int, start: int) -> bool:
-        return self.follows[layer] and start <= self.store.gpu_pages[kind] * self.store.page_size
+        is_near = start <= self.store.gpu_pages[kind] * self.store.page_size
+        return self.follows[layer] and is_near and not self._is_quantised(kind, layer)
+
+    def _is_quantised(self, kind: str, layer: int) -> bool:
+        return self.store.layers[layer].row(kind).is_quantised
+
+    def _working_bytes(self, kind: str, layer: int) -> int:
+        """Bytes of a page in a buffer, where pages in 8 bits are wide again."""
+        return self.store.layers[layer].working(kind).num_bytes * self.store.page_size
 
     def _page_bytes(self, kind: str, layer: int) -> int:
         return self.store.layers[layer].row(kind).num_bytes * self.store.page_size
@@ -267,7 +288,7 @@ class ChosenPages:
         return self._addresses[kind, layer]
 
     def _view(self, kind: str, layer: int, start: int, data: Tensor, places: Tensor, seed: int) -> PageView:
-        row = self.store.layers[layer].row(kind)
+        row = self.store.layers[layer].working(kind)
         (_, _, (_, num_heads, head_size), dtype), (value_at, _, (_, _, value_size), _) = row.fields
         return PageView(
             base=data.view(dtype),
@@ -289,7 +310,7 @@ class ChosenPages:
         return choice.unique().tolist()
 
     def _load(self, kind: str, layer: int, start: int, end: int) -> Load:
-        key = id(self), kind, layer, "chosen", start
+        key = id(self.store), kind, layer, "chosen", start
         ring = self.ring(kind)
         # Here, because what is read of it on another stream must be there by the events below.
         self._table(kind, layer)
@@ -306,12 +327,12 @@ class ChosenPages:
 
     def _parts(self, data: Tensor, kind: str, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of a buffer: pages, places of all pages, how many were chosen, and which."""
-        sizes = buffer_parts(self.num_chosen, self._page_bytes(kind, layer), self.num_pages)
+        sizes = buffer_parts(self.num_chosen, self._working_bytes(kind, layer), self.num_pages)
         pages, places, count, which = data[: sum(sizes)].split(sizes)
         places = places.view(torch.int64)[: self.num_pages]
         return pages.view(torch.int32), places, count.view(torch.int32), which.view(torch.int32)
 
-    def _flags(self, kind: str, layer: int) -> tuple[Tensor, int, int]:
+    def _flags(self, kind: str, layer: int) -> Flags:
         """Which pages hold anything, the number of rows of that (0: all pages do), and their distance."""
         if kind == "grad":
             return self.touched[layer], self.batch_size, self.num_pages
@@ -319,35 +340,53 @@ class ChosenPages:
 
     def _bring(self, kind: str, layer: int, start: int, end: int, data: Tensor) -> None:
         """Numbers the chosen pages that are not read where they lie, and brings them in."""
-        from oomb.triton_kernels import mark_kernel, move_kernel, number_kernel
+        from oomb.triton_kernels import mark_kernel, number_kernel
 
-        choice, (pages, places, count, which) = self.choice(layer, start, end), self._parts(data, kind, layer)
+        choice, (_, places, count, which) = self.choice(layer, start, end), self._parts(data, kind, layer)
         assert choice is not None
         flags, num_rows, flags_b = self._flags(kind, layer)
-        page_bytes, edge = self._page_bytes(kind, layer), self.store.gpu_pages[kind]
+        # Pages in 8 bits become wide on their way, so they are brought in from the GPU's own memory too.
+        edge = 0 if self._is_quantised(kind, layer) else self.store.gpu_pages[kind]
+        moved = self.store.tiers.copier.moved_bytes
         places.copy_(self._table(kind, layer))
         with torch.cuda.device_of(data):
             mark_kernel[(-(-choice.numel() // 1024),)](places, choice, choice.numel(), edge, TILE=1024)
             number_kernel[(1,)](
-                places, which, count, self.store.tiers.copier.moved_bytes[0:], flags, data.data_ptr(), page_bytes,
-                self.num_pages, num_rows, flags_b, TILE=1024,
+                places, which, count, moved[0:], flags, data.data_ptr(), self._working_bytes(kind, layer),
+                self._page_bytes(kind, layer), self.store.gpu_pages[kind], self.num_pages, num_rows, flags_b, TILE=1024,
             )  # fmt: skip
+            self._move(kind, layer, data, (flags, num_rows, flags_b), is_out=False, seed=0)
+
+    def _move(self, kind: str, layer: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int) -> None:
+        """Copies the numbered pages between where they rest and the buffer; 8-bit ones become wide, or narrow again."""
+        from oomb.triton_kernels import move_kernel, widen_kernel
+
+        pages, _, count, which = self._parts(data, kind, layer)
+        address, spec = self._table(kind, layer), self.store.layers[layer]
+        if not self._is_quantised(kind, layer):
             move_kernel[(NUM_PROGRAMS,)](
-                which, count, self._table(kind, layer), pages, flags, page_bytes // 4, num_rows, flags_b, OUT=False,
+                which, count, address, pages, flags[0], self._page_bytes(kind, layer) // 4, *flags[1:], OUT=is_out,
                 TILE=4096, num_warps=NUM_WARPS,
             )  # fmt: skip
+            return
+        (_, _, (batch, heads, k_size), _), (value_at, _, (_, _, v_size), _), (scale_at, *_) = spec.row(kind).fields
+        working = spec.working(kind)
+        base = pages.view(spec.dtype)
+        widen_kernel[(NUM_PROGRAMS,)](
+            which, count, address, base, flags[0], seed, self.store.page_size, batch * heads, k_size, v_size,
+            spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
+            working.fields[1][0] // spec.dtype.itemsize, *flags[1:], OUT=is_out,
+            TILE_S=32, TILE_D=1 << (max(k_size, v_size) - 1).bit_length(), num_warps=NUM_WARPS,
+        )  # fmt: skip
 
-    def _store(self, layer: int, data: Tensor) -> Event:
-        from oomb.triton_kernels import move_kernel
-
+    def _store(self, layer: int, data: Tensor, seed: int) -> Event:
         def send() -> None:
-            pages, _, count, which = self._parts(data, "grad", layer)
-            page_bytes = self._page_bytes("grad", layer)
+            _, _, count, which = self._parts(data, "grad", layer)
+            moved, edge = self.store.tiers.copier.moved_bytes, self.store.gpu_pages["grad"]
             with torch.cuda.device_of(data):
-                move_kernel[(NUM_PROGRAMS,)](
-                    which, count, self._table("grad", layer), pages, which, page_bytes // 4, 0, 0, OUT=True,
-                    TILE=4096, num_warps=NUM_WARPS,
-                )  # fmt: skip
-                self.store.tiers.copier.moved_bytes[1] += count[0].long() * page_bytes
+                self._move("grad", layer, data, (which, 0, 0), is_out=True, seed=seed)
+                # Of the chosen, those on the host.
+                numbers = torch.arange(len(which), device=which.device)
+                moved[1] += ((numbers < count[0]) & (which >= edge)).sum() * self._page_bytes("grad", layer)
 
         return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())

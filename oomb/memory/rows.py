@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oomb.quantise import SCALE_DTYPE, dequantise, quantise
+
 KV, GRAD, OUT = "kv", "grad", "out"
 """The kinds of pages: K and V; their gradients; attention outputs and their lse."""
 NEW = "new"
@@ -100,6 +102,42 @@ class Row:
             for at, size, shape, dtype in self.fields
         ]
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.fields[0][3] == torch.int8
+
+    def read(self, fields: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """What the fields hold, in `dtype`, or as they are (8-bit ones in float32)."""
+        if not self.is_quantised:
+            return fields if dtype is None else [field.to(dtype) for field in fields]
+        *numbers, scales = fields
+        return [dequantise(x, scales[..., index], dtype or torch.float32) for index, x in enumerate(numbers)]
+
+    def write(self, fields: list[Tensor], tensors: Sequence[Tensor], seed: int | None = None) -> None:
+        """Fills the fields; 8-bit ones are rounded at random where there is a seed."""
+        if not self.is_quantised:
+            for field, x in zip(fields, tensors, strict=True):
+                field.copy_(x)
+            return
+        *numbers, scales = fields
+        for index, (field, x) in enumerate(zip(numbers, tensors, strict=True)):
+            steps, scale = quantise(x, None if seed is None else seed + index)
+            field.copy_(steps)
+            scales[..., index] = scale
+
+
+def pair(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype) -> Row:
+    """The row of a token's K and V, or of their gradients, of shapes [B, heads, size]; in 8 bits with a scale each."""
+    if dtype == torch.int8:
+        return Row((k, dtype), (v, dtype), ((*k[:2], 2), SCALE_DTYPE))
+    return Row((k, dtype), (v, dtype))
+
+
+def pair_bytes(num_heads: int, k_size: int, v_size: int, itemsize: int) -> int:
+    """Bytes of such a row, for so many heads of all sequences."""
+    scales = [num_heads * 2 * SCALE_DTYPE.itemsize] if itemsize == 1 else []
+    return row_bytes(num_heads * k_size * itemsize, num_heads * v_size * itemsize, *scales)
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -110,6 +148,11 @@ class LayerSpec:
     out: Row
     dtype: torch.dtype
     window: int | None = None
+
+    def working(self, kind: str) -> Row:
+        """The row of K and V, or of their gradients, as attention computes with them."""
+        row = self.row(kind)
+        return pair(row.fields[0][2], row.fields[1][2], self.dtype) if row.is_quantised else row
 
     def row(self, kind: str) -> Row:
         return {KV: self.kv, GRAD: self.grad, OUT: self.out}[kind]

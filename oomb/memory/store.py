@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -94,7 +94,6 @@ class PageStore:
         """When the latest store of a kind and layer is done."""
         rows = [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes) for spec in layers.values()]
         self.ring_bytes = ring_bytes(rows, [i for i, layer in enumerate(layers) if self.is_sparse(layer)], chunk_size)
-        self.chosen: ChosenPages | None = None
         self.holding = Holding()
         needed: Counter[tuple[str, int]] = Counter()
         for layer in layers:
@@ -109,8 +108,7 @@ class PageStore:
                 for kind in self.kinds:
                     if kind != GRAD:
                         self._create(kind, layer, 0, self.num_pages)
-            if choosing is not None:
-                self.chosen = ChosenPages(self, choosing, trains)
+            self.chosen = ChosenPages(self, choosing, trains) if choosing is not None else None
             # Here rather than when the first of them is needed: what is to fail for want of memory fails early.
             if any(self.gpu_pages[kind] < self.num_pages for kind in self.kinds):
                 for kind in (*self.kinds, NEW):
@@ -155,8 +153,9 @@ class PageStore:
     def segments(self, layer: int, first: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         dtype = self.layers[layer].dtype
         for low, high in self._bounds(layer, first, end):
-            with self._resident(KV, layer, low, high) as (k, v):
-                yield low, k.to(dtype), v.to(dtype)
+            with self._resident(KV, layer, low, high) as fields:
+                k, v = self._row(KV, layer).read(fields, dtype)
+                yield low, k, v
 
     def add_grad(self, layer: int, start: int, dk: Tensor, dv: Tensor, seed: int) -> None:
         for low, high in self._bounds(layer, start, start + dk.shape[2]):
@@ -165,21 +164,37 @@ class PageStore:
             first, last = self._pages(low, high)
             for gap in list(self.holding.columns[GRAD, layer][1].missing(first, last)):
                 self._create(GRAD, layer, *gap)
-            with self._resident(GRAD, layer, low, high, writes=True) as totals:
-                for index, (total, share) in enumerate(zip(totals, shares, strict=True)):
-                    if fresh == [(low, high)]:
-                        total.copy_(share)
-                        continue
-                    for a, b in fresh:
-                        total[:, :, a - low : b - low] = 0
-                    accumulate_(total, share, mix(self.seed, layer, seed, low, index))
+            with self._resident(GRAD, layer, low, high, writes=True) as fields:
+                gaps = [(a - low, b - low) for a, b in fresh]
+                self._add(self._row(GRAD, layer), fields, shares, gaps, (self.seed, layer, seed, low))
             self.touched[layer].add(low, high)
+
+    @staticmethod
+    def _add(
+        row: Row, fields: list[Tensor], shares: Sequence[Tensor], fresh: list[tuple[int, int]], seed: tuple[int, ...]
+    ) -> None:
+        """Adds to gradients at rest. The tokens in `fresh` have none yet, and hold anything."""
+        num_tokens = shares[0].shape[2]
+        totals = row.read(fields)
+        if fresh == [(0, num_tokens)]:
+            row.write(fields, shares, mix(*seed) if row.is_quantised else None)
+            return
+        for index, (total, share) in enumerate(zip(totals, shares, strict=True)):
+            for a, b in fresh:
+                total[:, :, a:b] = 0
+            if row.is_quantised:
+                total += share
+            else:
+                accumulate_(total, share, mix(*seed, index))
+        if row.is_quantised:
+            row.write(fields, totals, mix(*seed))
 
     def with_later(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv of a chunk's own tokens plus what later chunks have left for them."""
         dtypes = dk.dtype, dv.dtype
         for low, high in self.touched[layer].within(start, end) if start < self.capacity else ():
-            with self._resident(GRAD, layer, low, high) as (later_k, later_v):
+            with self._resident(GRAD, layer, low, high) as fields:
+                later_k, later_v = self._row(GRAD, layer).read(fields)
                 if (low, high) == (start, end):
                     return (dk + later_k).to(dtypes[0]), (dv + later_v).to(dtypes[1])
                 dk, dv = dk.clone(), dv.clone()
@@ -203,8 +218,6 @@ class PageStore:
         """Gives up all pages."""
         if self._on_death.detach():
             self.tiers.leave()
-            if self.chosen is not None:
-                self.chosen.close()
             self.tiers.close(self.holding)
 
     def page(self, kind: str, layer: int, page: int, tier: str) -> Tensor | None:
@@ -223,8 +236,11 @@ class PageStore:
             self._create(kind, layer, *gap)
         if kind == GRAD:
             self.touched[layer].add(0, self.capacity)
-        runs = [(self.tiers.view(page_bytes, run).data_ptr(), run.count) for run in column.pieces(0, self.num_pages)]
-        return [first + i * page_bytes for first, count in runs for i in range(count)]
+        return [
+            self.tiers.view(page_bytes, run).data_ptr() + i * page_bytes
+            for run in column.pieces(0, self.num_pages)
+            for i in range(run.count)
+        ]
 
     def own_grads(self, layer: int, start: int, end: int) -> AbstractContextManager[list[Tensor]]:
         return self._resident(GRAD, layer, start, end)
@@ -292,6 +308,9 @@ class PageStore:
         """The fields of these tokens' rows on the GPU, in place or in a buffer; `writes`: they come back changed."""
         row, pieces = self._row(kind, layer), list(self._pieces(kind, layer, low, high))
         if len(pieces) == 1 and pieces[0].tier == GPU:
+            if kind == GRAD and self.is_sparse(layer) and row.is_quantised:
+                # Chosen pages in 8 bits go back by the stream that stores, wherever they lie.
+                self.tiers.copier.wait(self.stored.get((kind, layer)))
             yield row.views(pieces[0].data, high - low)
             return
         copier, prefetcher, load = self.tiers.copier, self.tiers.prefetcher, self._load(kind, layer, low, high)
@@ -319,15 +338,14 @@ class PageStore:
             if piece.tier == HOST:
                 on_host.append(piece)
                 continue
-            for field, x in zip(row.views(piece.data, piece.count), tensors, strict=True):
-                field.copy_(x[:, :, piece.at : piece.at + piece.count])
+            part = [x[:, :, piece.at : piece.at + piece.count] for x in tensors]
+            row.write(row.views(piece.data, piece.count), part)
         if not on_host:
             return
         ring, first = self._ring(ring_name), on_host[0].at
         slot = ring.take()
         self.tiers.copier.wait(slot.free_after)
-        for field, x in zip(row.views(slot.bytes, num_tokens - first), tensors, strict=True):
-            field.copy_(x[:, :, first:])
+        row.write(row.views(slot.bytes, num_tokens - first), [x[:, :, first:] for x in tensors])
         copies: Copies = [
             (p.data, slot.bytes[(p.at - first) * row.num_bytes : (p.at - first + p.count) * row.num_bytes])
             for p in on_host

@@ -1,0 +1,148 @@
+"""Pages in 8 bits: the numbers, the kernel that widens and narrows them, and training on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build, random_ids, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import oomb
+from oomb import plan
+from oomb.memory import pair
+from oomb.quantise import LEVELS, dequantise, quantise
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+@given(st.integers(1, 40), st.floats(-30, 30), st.one_of(st.none(), st.integers(0, 2**31 - 1)))
+@settings(deadline=None)
+def test_no_number_is_further_off_than_a_step(size: int, exponent: float, seed: int | None) -> None:
+    x = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 2.0**exponent
+    numbers, scale = quantise(x, seed)
+    assert numbers.dtype == torch.int8 and int(numbers.abs().max()) <= LEVELS
+    steps = 0.5 if seed is None else 1.0
+    off = (dequantise(numbers, scale, torch.float32) - x).abs()
+    assert (off <= steps * 1.001 * scale.float().unsqueeze(-1)).all()
+    assert (scale.float() <= 1.02 * x.abs().amax(-1) / LEVELS).all(), "no level is wasted"
+
+
+def test_nothing_stays_nothing() -> None:
+    for seed in (None, 3):
+        numbers, scale = quantise(torch.zeros(2, 5), seed)
+        assert not dequantise(numbers, scale, torch.float64).any()
+
+
+def test_random_rounding_has_no_bias() -> None:
+    x = torch.randn(4, 64)
+    mean = torch.stack([dequantise(*quantise(x, seed), torch.float32) for seed in range(400)]).mean(0)
+    nearest = dequantise(*quantise(x), torch.float32)
+    assert (mean - x).norm() < 0.25 * (nearest - x).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_row_gives_back_what_it_was_given(dtype: torch.dtype) -> None:
+    row = pair((2, 3, 5), (2, 3, 4), dtype)
+    data = torch.full((7 * row.num_bytes,), 0x55, dtype=torch.uint8)
+    k, v = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 7, 4)
+    row.write(row.views(data, 7), [k, v])
+    for found, expected in zip(row.read(row.views(data, 7), torch.float32), (k, v), strict=True):
+        assert relative_error(found, expected) < (1e-2 if dtype == torch.int8 else 1e-12)
+
+
+def test_eight_bits_take_half_of_sixteen() -> None:
+    """Qwen2.5-7B: 4 heads of 128."""
+    short, wide = (pair((1, 4, 128), (1, 4, 128), dtype).num_bytes for dtype in (torch.int8, torch.bfloat16))
+    assert (short, wide) == (1040, 2048)
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+@pytest.mark.parametrize("shape", [(2, 3, 24, 16, 8), (1, 1, 64, 64, 40), (1, 2, 80, 128, 16)], ids=str)
+def test_widening_and_narrowing(shape: tuple[int, int, int, int, int], num_rows: int) -> None:
+    """Against `quantise`, from pages at scattered addresses and back."""
+    pytest.importorskip("triton")
+    from oomb.triton_kernels import widen_kernel
+
+    B, K, D, V, S = shape
+    P = 5
+    row, wide = pair((B, K, D), (B, K, V), torch.int8), pair((B, K, D), (B, K, V), torch.float32)
+    pages = torch.zeros(P, S * row.num_bytes, dtype=torch.uint8, device=DEVICE)
+    values = [torch.randn(B, K, P * S, size, device=DEVICE) for size in (D, V)]
+    row.write(row.views(pages.flatten(), P * S), values)
+    addresses = torch.tensor([pages[p].data_ptr() for p in range(P)], device=DEVICE)
+    which = torch.tensor([3, 0, 4, -1], dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    buffer = torch.zeros(3, S, wide.num_bytes // 4, device=DEVICE)
+    flags = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 0]], dtype=torch.uint8, device=DEVICE)
+
+    def move(is_out: bool, rows: int, seed: int = 0) -> None:
+        widen_kernel[(2,)](
+            which, count, addresses, buffer, flags, seed, S, B * K, D, V, row.num_bytes, row.fields[1][0],
+            row.fields[2][0], wide.num_bytes // 4, wide.fields[1][0] // 4, rows, P, OUT=is_out,
+            TILE_S=16, TILE_D=1 << (max(D, V) - 1).bit_length(),
+        )  # fmt: skip
+
+    move(False, num_rows)
+    found = wide.views(buffer.view(torch.uint8).flatten(), 3 * S)
+    expected = row.read(row.views(pages.flatten(), P * S))
+    for x, y in zip(found, expected, strict=True):
+        for i, p in enumerate((3, 0, 4)):
+            held = num_rows == 0 or p != 4
+            assert torch.equal(x[:, :, i * S : (i + 1) * S], y[:, :, p * S : (p + 1) * S] * held)
+    # Back again: numbers on the grid stay as they are, whatever the seed; others are rounded at random.
+    before = pages.clone()
+    for x in found:
+        x.copy_(torch.randn_like(x) * 3)
+    move(True, 0, seed=9)
+    assert torch.equal(pages[[1, 2]], before[[1, 2]]), "what was not chosen is left alone"
+    narrowed = row.read(row.views(pages.flatten(), P * S))
+    for x, y in zip(found, narrowed, strict=True):
+        for i, p in enumerate((3, 0, 4)):
+            here = x[:, :, i * S : (i + 1) * S]
+            off = (y[:, :, p * S : (p + 1) * S] - here).abs()
+            assert (off <= 1.03 / LEVELS * here.abs().amax(-1, keepdim=True)).all()
+            assert off.mean() > 0
+
+
+def gradients(model: Any, ids: Tensor, **config: Any) -> Tensor:
+    model.zero_grad()
+    settings: dict[str, Any] = {"chunk_size": 16, "page_size": 8, "fuse": "off", **config}
+    oomb.Engine(model, oomb.Config(**settings)).loss(ids).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_training_on_pages_in_eight_bits(family: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "TILE_SIZE", 8)
+    model, ids = build(family), random_ids(2, 101)
+    exact = gradients(model, ids, page_budget=budget)
+    for kv, grad, tolerance in (("int8", "auto", 0.03), ("auto", "int8", 0.03), ("int8", "int8", 0.04)):
+        found = gradients(model, ids, page_budget=budget, kv_dtype=kv, grad_dtype=grad)
+        assert 1e-6 < relative_error(found, exact) < tolerance
+        for place in ({"gpu_memory": 0}, {"gpu_memory": 30_000}, {"checkpoint_layers": True, "keep_attention": False}):
+            again = gradients(model, ids, page_budget=budget, kv_dtype=kv, grad_dtype=grad, **place)
+            assert torch.equal(found, again), "wherever pages lie"
+
+
+@pytest.mark.parametrize("place", [{"gpu_memory": "1GiB"}, {"gpu_memory": 0}, {"gpu_memory": 60_000}], ids=str)
+def test_the_way_of_a_gpu(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from test_page_kernels import go_the_way_of_a_gpu
+
+    model, ids = build("llama", dtype=torch.float32, num_hidden_layers=1).to(DEVICE), random_ids(2, 70)
+    # All pages are read: a little rounding could choose others.
+    config: dict[str, Any] = {"chunk_size": 32, "page_size": 16, "page_budget": 9, **place}
+    exact = gradients(model, ids, **config)
+    with monkeypatch.context() as patch:
+        go_the_way_of_a_gpu(patch)
+        short = {"kv_dtype": "int8", "grad_dtype": "int8"}
+        found = gradients(model, ids, **config, **short)
+        if place["gpu_memory"] == 0 or ON_GPU:
+            assert torch.equal(found, gradients(model, ids, **config, **short)), "twice the same"
+    assert relative_error(found, exact) < 0.05
