@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from oomb.memory import PageStore, Tiers
 from oomb.memory.rows import ALIGNMENT, GRAD, KV, OUT
-from oomb.memory.transfer import Copier, Copies, Event, Issued, Load, Prefetcher, Ring, Slot
+from oomb.memory.transfer import Copier, Event, Issued, Load, Prefetcher, Ring, Slot, Work
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class LateCopy:
     """A copy that has been asked for. It is its own event."""
 
     queue: deque[LateCopy]
-    copies: Copies
+    work: Work
     after: tuple[LateCopy | None, ...]
     is_done: bool = False
 
@@ -44,11 +44,11 @@ class LateCopies(Copier):
         self.queues: dict[str, deque[LateCopy]] = {"load": deque(), "store": deque()}
         self.num_late = 0
 
-    def load(self, copies: Copies, after: Any = ()) -> Event:
-        return self._enqueue("load", copies, after)
+    def load(self, work: Work, after: Any = ()) -> Event:
+        return self._enqueue("load", work, after)
 
-    def store(self, copies: Copies, after: Any = ()) -> Event:
-        return self._enqueue("store", copies, after)
+    def store(self, work: Work, after: Any = ()) -> Event:
+        return self._enqueue("store", work, after)
 
     def mark(self) -> None:
         """The computation is never late here."""
@@ -58,8 +58,11 @@ class LateCopies(Copier):
             late = event.queue.popleft()
             for other in late.after:
                 self.wait(other)
-            for dst, src in late.copies:
-                dst.copy_(src)
+            if callable(late.work):
+                late.work()
+            else:
+                for dst, src in late.work:
+                    dst.copy_(src)
             late.is_done = True
             self.num_late += 1
 
@@ -68,8 +71,8 @@ class LateCopies(Copier):
             while queue:
                 self.wait(queue[-1])
 
-    def _enqueue(self, name: str, copies: Copies, after: Any) -> LateCopy:
-        late = LateCopy(self.queues[name], copies, tuple(after))
+    def _enqueue(self, name: str, work: Work, after: Any) -> LateCopy:
+        late = LateCopy(self.queues[name], work, tuple(after))
         late.queue.append(late)
         return late
 
@@ -90,13 +93,15 @@ class Clocks(Copier):
         self.seen: dict[int, tuple[Any, np.ndarray]] = {}
         """By address of a slab: its storage, and when its bytes were last [read, written] by each stream."""
         self.races: list[str] = []
+        self.who = COMPUTE
+        """Whose work is done now."""
         self.is_copying = False
 
-    def load(self, copies: Copies, after: Any = ()) -> Event:
-        return self._copy(LOADS, copies, after)
+    def load(self, work: Work, after: Any = ()) -> Event:
+        return self._do(LOADS, work, after)
 
-    def store(self, copies: Copies, after: Any = ()) -> Event:
-        return self._copy(STORES, copies, after)
+    def store(self, work: Work, after: Any = ()) -> Event:
+        return self._do(STORES, work, after)
 
     def mark(self) -> Event:
         return self._event(COMPUTE)
@@ -128,11 +133,16 @@ class Clocks(Copier):
                 self.races.append(f"{names[who]} {'writes' if writes else 'reads'} what {names[other]} may still touch")
         last[int(writes), who, span] = self.clocks[who, who]
 
-    def _copy(self, who: int, copies: Copies, after: Any) -> Event:
+    def _do(self, who: int, work: Work, after: Any) -> Event:
         for event in after:
             self._learn(who, event)
+        if callable(work):
+            self.who = who
+            work()
+            self.who = COMPUTE
+            return self._event(who)
         self.is_copying = True
-        for dst, src in copies:
+        for dst, src in work:
             self.track(dst)
             self.track(src)
             self.touch(who, src, writes=False)
@@ -152,7 +162,7 @@ class Clocks(Copier):
 
 
 class Watch(TorchDispatchMode):
-    """Tells `clocks` what the computation reads and writes."""
+    """Tells `clocks` what is read and written by the computation, or by what stands for kernels of other streams."""
 
     def __init__(self, clocks: Clocks) -> None:
         super().__init__()
@@ -171,7 +181,7 @@ class Watch(TorchDispatchMode):
                 for x in tree_leaves(given.get(argument.name)):
                     if isinstance(x, Tensor):
                         writes = argument.alias_info is not None and argument.alias_info.is_write
-                        self.clocks.touch(COMPUTE, x, writes)
+                        self.clocks.touch(self.clocks.who, x, writes)
         return out
 
 

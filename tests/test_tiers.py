@@ -65,7 +65,7 @@ def train(model: Any, engine: oomb.Engine, num_steps: int = 3, length: int = LEN
 def assert_nothing_is_held(engine: oomb.Engine) -> None:
     tiers = engine.budget.tiers
     assert not tiers.abandoned and not +tiers.promised and tiers.used_bytes(GPU) == tiers.used_bytes(HOST) == 0
-    assert all(len(ring.free) == ring.num_bytes // ring.slot_bytes for ring in tiers.rings.values())
+    assert all(len(ring.free) == len(ring.slots) for ring in tiers.rings.values())
 
 
 def assert_equal(actual: list[Step], expected: list[Step], what: object = "") -> None:

@@ -10,6 +10,7 @@ B batch, K key/value heads, D head size, P pages, N tiles, C pages chosen per ti
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,7 +108,9 @@ class ChosenPages:
     """What a sequence has for those of its layers that choose pages."""
 
     def __init__(self, store: PageStore, choosing: Choosing, trains: bool) -> None:
-        self.store, self.choosing, self.trains = store, choosing, trains
+        # It has hold of us: with both ways held, its pages would wait for Python's garbage collector.
+        self.store: PageStore = weakref.proxy(store)
+        self.choosing, self.trains = choosing, trains
         self.device, self.num_pages = store.tiers.device, store.num_pages
         self.layers = [layer for layer, spec in store.layers.items() if store.is_sparse(layer)]
         self.uses_kernels = self.device.type == "cuda" and HAS_TRITON
@@ -132,6 +135,14 @@ class ChosenPages:
             table = shape if trains else (1, *shape[1:])
             self.choices[layer] = torch.empty(table, dtype=choice_dtype(self.num_pages), device=self.device)
         self._known: dict[int, set[int]] = {layer: set() for layer in self.layers}
+
+    def close(self) -> None:
+        """Gives up the tables. Their memory is the computation's to use again, and stores on their way read addresses
+        in it: it waits for them."""
+        for layer in self.layers:
+            self.store.tiers.copier.wait(self.store.stored.get(("grad", layer)))
+        for tables in (self.means, self.touched, self.choices, self._addresses):
+            tables.clear()
 
     def needs_buffers(self, kind: str) -> bool:
         """Whether pages of this kind are ever brought together."""
@@ -310,7 +321,7 @@ class ChosenPages:
         return choice.unique().tolist()
 
     def _load(self, kind: str, layer: int, start: int, end: int) -> Load:
-        key = id(self.store), kind, layer, "chosen", start
+        key = id(self), kind, layer, "chosen", start
         ring = self.ring(kind)
         # Here, because what is read of it on another stream must be there by the events below.
         self._table(kind, layer)

@@ -94,6 +94,7 @@ class PageStore:
         """When the latest store of a kind and layer is done."""
         rows = [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes) for spec in layers.values()]
         self.ring_bytes = ring_bytes(rows, [i for i, layer in enumerate(layers) if self.is_sparse(layer)], chunk_size)
+        self.chosen: ChosenPages | None = None
         self.holding = Holding()
         needed: Counter[tuple[str, int]] = Counter()
         for layer in layers:
@@ -108,7 +109,8 @@ class PageStore:
                 for kind in self.kinds:
                     if kind != GRAD:
                         self._create(kind, layer, 0, self.num_pages)
-            self.chosen = ChosenPages(self, choosing, trains) if choosing is not None else None
+            if choosing is not None:
+                self.chosen = ChosenPages(self, choosing, trains)
             # Here rather than when the first of them is needed: what is to fail for want of memory fails early.
             if any(self.gpu_pages[kind] < self.num_pages for kind in self.kinds):
                 for kind in (*self.kinds, NEW):
@@ -218,6 +220,8 @@ class PageStore:
         """Gives up all pages."""
         if self._on_death.detach():
             self.tiers.leave()
+            if self.chosen is not None:
+                self.chosen.close()
             self.tiers.close(self.holding)
 
     def page(self, kind: str, layer: int, page: int, tier: str) -> Tensor | None:
@@ -236,11 +240,8 @@ class PageStore:
             self._create(kind, layer, *gap)
         if kind == GRAD:
             self.touched[layer].add(0, self.capacity)
-        return [
-            self.tiers.view(page_bytes, run).data_ptr() + i * page_bytes
-            for run in column.pieces(0, self.num_pages)
-            for i in range(run.count)
-        ]
+        runs = [(self.tiers.view(page_bytes, run).data_ptr(), run.count) for run in column.pieces(0, self.num_pages)]
+        return [first + i * page_bytes for first, count in runs for i in range(count)]
 
     def own_grads(self, layer: int, start: int, end: int) -> AbstractContextManager[list[Tensor]]:
         return self._resident(GRAD, layer, start, end)

@@ -36,8 +36,9 @@ class Copier:
         self.device = device
         self.is_async = device.type == "cuda"
         self._copied_bytes = [0, 0]
-        self.moved_bytes = torch.zeros(2, dtype=torch.int64, device=device)
-        """What kernels have loaded and stored, counted by them."""
+        with torch.inference_mode(False):  # or else it could not be written outside of it
+            self.moved_bytes = torch.zeros(2, dtype=torch.int64, device=device)
+            """What kernels have loaded and stored, counted by them."""
         self._waited_seconds = 0.0
         self._waits: deque[tuple[Event, Event]] = deque()
         if self.is_async:

@@ -1,0 +1,158 @@
+"""The way of a GPU on a CPU: attention follows addresses, and pages are moved by what the kernels are told, all of it
+in plain PyTorch. `streams.Watch` sees what is touched, `streams.LateCopies` can put it off, and the results are bit for
+bit those of the plain path. And how much GPU memory puts how many pages there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import engine_for
+from streams import Clocks
+from torch import Tensor
+
+from oomb import triton_kernels
+from oomb.attention import sparse, sparse_reference
+from oomb.memory import GPU, HOST, Tiers
+from oomb.memory.chosen import ChosenPages, PageView
+from oomb.quantise import SCALE_DTYPE, dequantise, quantise
+
+
+def follow(patch: pytest.MonkeyPatch) -> None:
+    """From here on engines go the way of a GPU."""
+    memory = Memory()
+    init = ChosenPages.__init__
+
+    def init_with_kernels(self: ChosenPages, *args: Any) -> None:
+        init(self, *args)
+        self.uses_kernels = True
+        self.follows = dict.fromkeys(self.layers, True)
+        memory.tiers = tiers = self.store.tiers
+        if isinstance(tiers.copier, Clocks):
+            for tables in (self.means, self.touched, self.choices):
+                for table in tables.values():
+                    tiers.copier.track(table)
+
+    patch.setattr(ChosenPages, "__init__", init_with_kernels)
+    patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
+    for name in ("launch_forward", "launch_dq", "launch_dkv"):
+        patch.setattr(sparse, name, getattr(memory, name))
+    for name in ("mark", "number", "move", "widen"):
+        patch.setattr(triton_kernels, f"{name}_kernel", Kernel(getattr(memory, name)))
+
+
+class Kernel:
+    """Called as Triton's are: kernel[grid](...)."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.run
+
+
+class Memory:
+    """Slabs and buffers by address, and the kernels that need no more than that."""
+
+    tiers: Tiers
+
+    def at(self, address: int, num_bytes: int) -> Tensor:
+        slabs = [slab for arena in self.tiers.arenas.values() for _, slab, _ in arena.slabs]
+        buffers = [slot.bytes for ring in self.tiers.rings.values() for slot in ring.slots]
+        for memory in (*slabs, *buffers):
+            first = address - memory.data_ptr()
+            if first >= 0 and first + num_bytes <= memory.nbytes:
+                return memory[first : first + num_bytes]
+        raise AssertionError(f"nothing of ours lies at {address}")
+
+    def page(self, pages: PageView, number: int) -> Tensor:
+        size, dtype = pages.page_size * pages.row_size, pages.base.dtype
+        address = pages.base.data_ptr() + int(pages.offsets_P[number]) * dtype.itemsize
+        return self.at(address, size * dtype.itemsize).view(dtype)
+
+    def gather(self, pages: PageView, chosen_BNC: Tensor) -> tuple[PageView, list[int]]:
+        """The chosen pages side by side, and which they are."""
+        numbers = chosen_BNC.unique().tolist()
+        base = torch.stack([self.page(pages, number) for number in numbers])
+        offsets = torch.zeros_like(pages.offsets_P)
+        offsets[numbers] = torch.arange(len(numbers)) * base.shape[1]
+        return dataclasses.replace(pages, base=base.flatten(), offsets_P=offsets), numbers
+
+    def launch_forward(self, q: Tensor, pages: PageView, chosen_BNC: Tensor, *own: Tensor, **settings: Any) -> Any:
+        return sparse_reference.forward(q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *own, **settings)
+
+    def launch_dq(
+        self, dout: Tensor, q: Tensor, pages: PageView, chosen_BNC: Tensor, *rest: Tensor, **settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Gives the gradients of K and V in the place of delta, which only `launch_dkv` reads."""
+        return sparse_reference.backward(dout, q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *rest, **settings)
+
+    def launch_dkv(
+        self, dout: Tensor, q: Tensor, pages: Any, chosen_BNC: Tensor, lse: Tensor, drows: Tensor, grads: PageView,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        near, numbers = self.gather(grads, chosen_BNC)
+        sparse_reference.add_grads(near, drows, chosen_BNC, grads.touched_BP, grads.seed)
+        for number, page in zip(numbers, near.base.chunk(len(numbers)), strict=True):
+            self.page(grads, number).copy_(page)
+
+    def mark(self, places: Tensor, chosen: Tensor, num_chosen: int, edge: int, **_: Any) -> None:
+        page = chosen.flatten()[:num_chosen].long()
+        places[page[page >= edge]] = -1
+
+    def number(
+        self, places: Tensor, which: Tensor, count: Tensor, moved: Tensor, touched: Tensor, buffer: int,
+        place_bytes: int, page_bytes: int, edge: int, num_pages: int, num_rows: int, *_: int, **__: Any,
+    ) -> None:  # fmt: skip
+        pages = (places == -1).nonzero().flatten()
+        places[pages] = buffer + torch.arange(len(pages)) * place_bytes
+        which[: len(pages)] = pages.int()
+        count[0] = len(pages)
+        away = pages[pages >= edge]
+        moved[0] += page_bytes * (int(touched[:, away].any(0).sum()) if num_rows else len(away))
+
+    def move(
+        self, which: Tensor, count: Tensor, addresses: Tensor, buffer: Tensor, touched: Tensor, page_words: int,
+        num_rows: int, *_: int, OUT: bool, **__: Any,
+    ) -> None:  # fmt: skip
+        for index, page in enumerate(which[: int(count[0])].tolist()):
+            if not num_rows or touched[:, page].any():
+                away = self.at(int(addresses[page]), 4 * page_words).view(torch.int32)
+                here = buffer[index * page_words : (index + 1) * page_words]
+                (away if OUT else here).copy_(here if OUT else away)
+
+    def widen(
+        self, which: Tensor, count: Tensor, addresses: Tensor, buffer: Tensor, touched: Tensor, seed: int, size: int,
+        num_heads: int, k_size: int, v_size: int, row_bytes: int, value_at: int, scale_at: int, wide_row: int,
+        wide_value_at: int, num_rows: int, *_: int, OUT: bool, **__: Any,
+    ) -> None:  # fmt: skip
+        for index, page in enumerate(which[: int(count[0])].tolist()):
+            if num_rows and not touched[:, page].any():
+                continue
+            rest = self.at(int(addresses[page]), size * row_bytes).view(size, row_bytes)
+            wide = buffer[index * size * wide_row : (index + 1) * size * wide_row].view(size, wide_row)
+            scales = rest[:, scale_at : scale_at + 4 * num_heads].view(SCALE_DTYPE).view(size, num_heads, 2)
+            for part, (at, wide_at, width) in enumerate(((0, 0, k_size), (value_at, wide_value_at, v_size))):
+                numbers = rest[:, at : at + num_heads * width].view(torch.int8).view(size, num_heads, width)
+                here = wide[:, wide_at : wide_at + num_heads * width].view(size, num_heads, width)
+                if OUT:
+                    steps, scale = quantise(here, (seed + 2 * page + part) % 2**31)
+                    numbers.copy_(steps)
+                    scales[..., part] = scale
+                else:
+                    here.copy_(dequantise(numbers, scales[..., part], buffer.dtype))
+
+
+def memory_for(model: Any, length: int, kv_pages: int | None, grad_pages: int | None = 0, **config: Any) -> int:
+    """Bytes of `gpu_memory` for so many pages on the GPU (None: all). Gradients come after all of K and V."""
+    config = {**config, "gpu_memory": 0, "keep_attention": False}
+    placement = engine_for(model, **config).reserve(1, length)
+    num_pages = placement.capacity // config["page_size"]
+    sizes = {(term.name, term.tier): term.num_bytes for term in placement.terms}
+    assert kv_pages is None or (kv_pages < num_pages and not grad_pages)
+    kinds = (("pages of K and V", kv_pages), ("pages of their gradients", grad_pages))
+    pages = sum(sizes[name, HOST] * (num_pages if count is None else count) // num_pages for name, count in kinds)
+    return sizes["page summaries and choices", GPU] + pages
