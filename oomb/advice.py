@@ -15,6 +15,7 @@ from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, place
 
 SMALLEST_CHUNK = 512
 """The shortest chunk that is advised."""
+EIGHT_BITS = '"int8"'
 LONGEST = 1 << 36
 """Contexts are not searched beyond this."""
 
@@ -69,29 +70,40 @@ def longest_context(request: Request) -> int | None:
 Change = Callable[[Request], Request]
 
 
-def advice(request: Request) -> str:
-    """What would make a request fit that does not: a setting, several, more memory, or a shorter context."""
+def _enough_settings(request: Request, options: list[tuple[str, tuple[str, Change]]]) -> list[str]:
+    """One of the settings that suffices, or as few as it takes; none if all together do not."""
 
     def fits(settings: dict[str, tuple[str, Change]]) -> bool:
         return place(reduce(lambda changed, item: item[1](changed), settings.values(), request))[1] is None
 
+    for setting, pair in options:
+        if fits({setting: pair}):
+            return [pair[0]]
+    # All together, of the chunk sizes the smallest; then without those that are not needed, the dearest first.
+    chosen = dict(options)
+    if not fits(chosen):
+        return []
+    for left_out in reversed(list(chosen)):
+        fewer = {setting: chosen[setting] for setting in chosen if setting != left_out}
+        chosen = fewer if fits(fewer) else chosen
+    larger = ({**chosen, setting: pair} for setting, pair in options if setting == "chunk_size" in chosen)
+    chosen = next((settings for settings in larger if fits(settings)), chosen)
+    return [name for name, _ in chosen.values()]
+
+
+def advice(request: Request) -> str:
+    """What would make a request fit that does not: a setting, several, more memory, or a shorter context."""
     longest = longest_context(request)
     text = f"With these settings the longest context that fits is {longest:,} tokens. " if longest else ""
     options, memory = [(item[0], item[1:]) for item in _remedies(request)], _enough_memory(request)
     also = f", or with {memory}" if memory else ""
-    for setting, pair in options:
-        if fits({setting: pair}):
-            return f"{text}It fits with {pair[0]}{'' if setting == 'host_memory' else also}."
-    # All together, of the chunk sizes the smallest; then without those that are not needed, the dearest first.
-    chosen = dict(options)
-    if fits(chosen):
-        for left_out in reversed(list(chosen)):
-            fewer = {setting: chosen[setting] for setting in chosen if setting != left_out}
-            chosen = fewer if fits(fewer) else chosen
-        larger = ({**chosen, setting: pair} for setting, pair in options if setting == "chunk_size" in chosen)
-        chosen = next((settings for settings in larger if fits(settings)), chosen)
-        *names, last = (name for name, _ in chosen.values())
-        return f"{text}It fits with {', '.join(names)} and {last} together{also}."
+    # Approximations only where nothing else helps.
+    exact = [option for option in options if EIGHT_BITS not in option[1][0]]
+    for some in (exact, options):
+        names = _enough_settings(request, some)
+        if names:
+            joined = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} together"
+            return f"{text}It fits with {joined}{'' if names[0].startswith('host_memory') else also}."
     text += f"No setting makes {request.length:,} tokens fit here." + (f" It fits with {memory}." if memory else "")
     reached = [(longest_context(change(request)) or 0, name) for _, (name, change) in options]
     most, name = max(reached, key=lambda pair: pair[0], default=(0, ""))
@@ -141,6 +153,10 @@ def _remedies(request: Request) -> Iterator[tuple[str, str, Change]]:
     for name in ("grad_dtype", "kv_dtype"):
         if ITEMSIZES.get(getattr(config, name), widest) > 2:
             yield name, f'{name}="bfloat16"', setting(**{name: "bfloat16"})
+    # The last resort: an approximation.
+    for name in ("grad_dtype", "kv_dtype"):
+        if getattr(config, name) != "int8" and (request.trains or name == "kv_dtype"):
+            yield name, f"{name}={EIGHT_BITS}", setting(**{name: "int8"})
 
 
 def _without_sums(request: Request) -> Request:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import build, random_ids
-from test_plan import ask
+from test_plan import MIB, TINY, ask
 
 import oomb
 from oomb.config import Config
@@ -83,3 +85,18 @@ def test_time_per_token_hardly_grows() -> None:
 
     assert per_token(1 << 20, 64) < 1.15 * per_token(1 << 17, 64)
     assert per_token(1 << 20, None) > 4 * per_token(1 << 17, None)
+
+
+def test_eight_bits_are_advised_where_nothing_else_helps() -> None:
+    """LoRA in chunks that cannot be smaller, with no room for pages on the GPU."""
+    lean = {"facts": replace(TINY, has_adapters=True), "length": 100_000, "float32_sums": False}
+    settings = {**SPARSE, "checkpoint_layers": True, "keep_attention": False}
+    needed = ask(**lean, config=Config(**settings, gpu_memory=0))
+    pages = sum(term.num_bytes for term in needed.terms if "pages of" in term.name)
+    tight = needed.needed_bytes + needed.gpu_bytes + MIB
+    lean["config"] = Config(**settings)
+    with pytest.raises(oomb.OutOfPages, match='It fits with grad_dtype="int8", or with') as error:
+        ask(**lean, gpu_room=tight, host_room=int(pages / 0.9 * 0.8))
+    assert 'kv_dtype="int8"' not in str(error.value)
+    with pytest.raises(oomb.OutOfPages, match='grad_dtype="int8" and kv_dtype="int8" together'):
+        ask(**lean, gpu_room=tight, host_room=int(pages / 0.9 * 0.65))
