@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from oomb.engine import Engine
     from oomb.memory import OutOfPages
     from oomb.model import UnsupportedModelError
+    from oomb.optim import OffloadedAdamW
     from oomb.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -18,12 +19,13 @@ __version__ = "0.1.0"
 _HOME = {
     "Config": "oomb.config",
     "Engine": "oomb.engine",
+    "OffloadedAdamW": "oomb.optim",
     "OutOfPages": "oomb.memory",
     "Trainer": "oomb.trainer",
     "UnsupportedModelError": "oomb.model",
 }
 
-__all__ = ["Config", "Engine", "OutOfPages", "Trainer", "UnsupportedModelError", "__version__"]
+__all__ = ["Config", "Engine", "OffloadedAdamW", "OutOfPages", "Trainer", "UnsupportedModelError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

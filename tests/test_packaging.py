@@ -30,8 +30,8 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAYERS = [
     {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options"},
     {"triton_pages", "triton_select", "rounding", "quantise"},
-    {"memory", "attention", "grads", "inputs"},
-    {"plan", "model"},
+    {"memory", "attention", "grads", "inputs", "moments"},
+    {"plan", "model", "optim"},
     {"facts", "advice"},
     {"forecast"},
     {"budget", "planner"},

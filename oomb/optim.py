@@ -1,0 +1,475 @@
+"""AdamW whose moments rest in pinned host memory and stream through the GPU, piece by piece, in every step.
+
+A piece is a run of numbers of one parameter with all that belongs to them: gradient, moments, and the float32 copy of a
+16-bit parameter if there is one. While a piece is computed, the next one is on its way in and the one before on its way
+out; `oomb.memory.transfer` has the streams and the waits between them. On a CPU the same happens in ordinary memory.
+
+    host      [m v 0] [m v 1] [m v 2] [m v 3]
+                        ^       |       |
+    stores    ----------+       |       |
+    computation                 *       |          AdamW in float32, into the buffer; then the parameter is written
+    loads                               v
+
+A step that is interrupted (Ctrl-C, out of memory) leaves every piece as it was or wholly updated, and the next call of
+`step` does the rest of it. A piece is computed beside the parameter and written at one point, `_commit`, which can be
+done twice; what has been written is on record.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomb.memory.pages import OutOfPages
+from oomb.memory.rows import row_bytes
+from oomb.memory.slabs import GIB, HostSlab, free_gpu_bytes, free_host_bytes
+from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Ring
+from oomb.moments import MOMENTS, STATE_DTYPES, decoded, encode_, field_sizes, part, rounded_at_random, scale_of
+
+PIECE_SIZE = 2**22
+"""Most numbers in a piece; a multiple of 256. 32 MiB of float32 moments take 0.7 ms on the link of an H200, and Python
+less than that to launch a piece. Buffers and temporaries together stay below 256 MiB of GPU memory."""
+NUM_BUFFERS = 3
+"""One piece on its way in, one computed, one on its way out."""
+MASTER = "master"
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ONLY = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+"""Settings of torch's AdamW that a loaded state may have."""
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` with its states in host memory.
+
+    `state_dtype` is how the two moments rest: "float32" (8 bytes for a parameter's number), "bfloat16" (4, rounded at
+    random without a bias) or "8bit" (2, with a scale for every 256). All arithmetic is in float32. With
+    `master_weights`, 16-bit parameters have a float32 copy on the host as well (4 bytes), of which they are the rounded
+    image; without, they are rounded up or down at random, so that small updates are not lost on average.
+
+    Host memory is taken at the first step, by `reserve()` or by `load_state_dict`, all or nothing.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: str = "float32",
+        master_weights: bool = False,
+    ) -> None:
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype is {state_dtype!r}; use one of {', '.join(STATE_DTYPES)}")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not float(value) >= 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more")
+        if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+            raise ValueError(f"betas are {betas}; two numbers are needed, each 0 or more and below 1")
+        self.state_dtype = state_dtype
+        self.master_weights = master_weights
+        self._at_rest()
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    def _at_rest(self) -> None:
+        self._homes: dict[Tensor, Home] = {}
+        self._copier: Copier | None = None
+        self._buffer: Tensor | None = None
+        """The staging buffers, while copies may touch them."""
+        self._pending: Commit | None = None
+        """A piece that is being written."""
+        self._done: dict[Tensor, int] = {}
+        """How many numbers of each parameter the present step has updated. Empty between steps."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in DTYPES:
+                del self.param_groups[-1]
+                raise ValueError(
+                    f"a parameter is of {parameter.dtype}; OffloadedAdamW updates {', '.join(map(str, DTYPES))}"
+                )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the states take, once every trainable parameter has them."""
+        return sum(map(self._state_bytes, self._trainable()))
+
+    def reserve(self) -> None:
+        """Takes the host memory now, for all trainable parameters: before the engine plans its own share of it, say.
+        The model must be on its device."""
+        self._take(self._trainable())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, or the rest of one that was interrupted. When it returns, all states are on the host."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        pieces = self._pieces()
+        if pieces:
+            self._stream(pieces)
+        self._done = {}
+        return loss
+
+    def _pieces(self) -> list[Piece]:
+        """What is left to do in this step. Refuses what cannot be done, takes memory, changes nothing."""
+        numbered = [(p, group) for group in self.param_groups for p in group["params"]]
+        stepping = [
+            (number, p, group) for number, (p, group) in enumerate(numbered) if p.grad is not None and p.numel()
+        ]
+        for number, parameter, _ in stepping:
+            if parameter.grad.layout != torch.strided:
+                raise ValueError(f"the gradient of parameter {number} is sparse: build its embedding with sparse=False")
+        devices = {parameter.device for _, parameter, _ in stepping}
+        if len(devices) > 1:
+            raise ValueError(f"the parameters lie on {', '.join(map(str, devices))}: move the model to one device")
+        self._take([parameter for _, parameter, _ in stepping])
+        return [
+            piece
+            for number, parameter, group in stepping
+            for piece in self._pieces_of(parameter, number, Update.of(group, self._opened(parameter, number)))
+        ]
+
+    def _pieces_of(self, parameter: Tensor, number: int, update: Update) -> Iterator[Piece]:
+        assert parameter.grad is not None
+        values, grad = flat(parameter.detach(), parameter), flat(parameter.grad, parameter)
+        for start in range(self._done.get(parameter, 0), values.numel(), PIECE_SIZE):
+            end = min(start + PIECE_SIZE, values.numel())
+            host = part(self._homes[parameter].rows, start, end)
+            # What is drawn depends on the step and the place alone: a run that is resumed goes on as it would have.
+            seed = hash((number, update.step, start)) % 2**63
+            yield Piece(parameter, values[start:end], grad[start:end], host, update, end, seed)
+
+    def _stream(self, pieces: list[Piece]) -> None:
+        device = pieces[0].values.device
+        if self._copier is None or self._copier.device != device:
+            self._copier = Copier(device)
+        layout = Layout([piece.host for piece in pieces])
+        self._buffer = staging_buffer(NUM_BUFFERS * layout.num_bytes, device)
+        ring, prefetcher = Ring(NUM_BUFFERS, self._buffer), Prefetcher(self._copier)
+        allocated = self._copier.mark()
+        for slot in ring.slots:
+            # The computation may still be using what lay here before.
+            slot.free_after = allocated
+        generator = torch.Generator(device)
+        loads = [Load((index,), ring, layout.placed(piece.host)) for index, piece in enumerate(pieces)]
+        try:
+            prefetcher.expect(loads)
+            for piece, load in zip(pieces, loads, strict=True):
+                slot = prefetcher.take(load)
+                staged = layout.views(slot.bytes, piece.host)
+                values = updated(piece, staged, generator.manual_seed(piece.seed))
+                self._pending = Commit(piece, values, staged)
+                prefetcher.give(ring, slot, self._commit(self._pending))
+        finally:
+            self._settle()
+
+    def _commit(self, commit: Commit) -> Event:
+        """Writes a piece: to the parameter, to the host, and on record. Doing it again changes nothing, as long as the
+        buffer has not been given back."""
+        assert self._copier is not None
+        piece = commit.piece
+        piece.values.copy_(commit.values)
+        copies = [(host, commit.staged[name]) for name, host in piece.host.items()]
+        stored = self._copier.store(copies, [self._copier.mark()])
+        if piece.end == piece.parameter.numel():
+            self.state[piece.parameter]["step"].fill_(piece.update.step)
+        self._done[piece.parameter] = piece.end
+        self._pending = None
+        return stored
+
+    def _settle(self) -> None:
+        """At the end of a step, or where one was interrupted: no copy is under way and no piece half written."""
+        if self._copier is None or self._buffer is None:
+            return
+        self._copier.drain()
+        if self._pending is not None:
+            self._commit(self._pending)
+            self._copier.drain()
+        self._buffer = None
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad and p.numel()]
+
+    def _fields(self, parameter: Tensor, state_dtype: str | None = None) -> dict[str, tuple[torch.dtype, int]]:
+        """What rests on the host for a parameter: precision and number of each field."""
+        fields = field_sizes(parameter, state_dtype or self.state_dtype)
+        if self.master_weights and parameter.dtype.itemsize < 4:
+            fields[MASTER] = torch.float32, parameter.numel()
+        return fields
+
+    def _state_bytes(self, parameter: Tensor, state_dtype: str | None = None) -> int:
+        return sum(dtype.itemsize * count for dtype, count in self._fields(parameter, state_dtype).values())
+
+    def _take(self, parameters: list[Tensor]) -> None:
+        """Host memory for those that have none, or have it for another device: all of it or nothing."""
+        homeless = [p for p in parameters if p not in self._homes or not self._homes[p].suits(p)]
+        needed = sum(map(self._state_bytes, homeless))
+        free = free_host_bytes() if homeless else 0
+        try:
+            if needed > free:
+                raise OutOfPages
+            homes = {p: Home(p, self._fields(p)) for p in homeless}
+        except OutOfPages as error:
+            remedies = [
+                f'state_dtype="{name}" takes {sum(self._state_bytes(p, name) for p in homeless) / GIB:.1f} GiB'
+                for name in STATE_DTYPES[STATE_DTYPES.index(self.state_dtype) + 1 :]
+            ]
+            if self.master_weights:
+                remedies.append("master_weights=False takes 4 bytes less for every 16-bit number")
+            reason = f" ({error})" if str(error) else ""
+            raise OutOfPages(
+                f"the states of the optimizer take {needed / GIB:.1f} GiB of host memory and {free / GIB:.1f} GiB are "
+                f"free{reason}: {'; '.join([*remedies, 'lower host_memory of oomb.Config'])}; or train fewer "
+                "parameters, with LoRA for example"
+            ) from None
+        self._homes.update(homes)
+
+    def _opened(self, parameter: Tensor, number: int) -> dict[str, Any]:
+        """The state of a parameter, in its home: moved there if it has come from elsewhere, new if there is none."""
+        home, state = self._homes[parameter], self.state[parameter]
+        if state.get("exp_avg") is not home.state["exp_avg"]:
+            home.fill(parameter, state, seed=number)
+            state = self.state[parameter] = {"step": torch.tensor(float(state.get("step", 0))), **home.state}
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `torch.optim.AdamW`, with the moments as they rest. The tensors are the optimizer's own."""
+        self._refuse_half_a_step()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state of this class or of `torch.optim.AdamW`, whatever its precision; the same one exactly."""
+        self._settle()
+        # The last of the hooks: torch would cast every state to the device and the precision of its parameter.
+        handle = self.register_load_state_dict_pre_hook(_as_it_is)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse_half_a_step()
+        return {**super().__getstate__(), "state_dtype": self.state_dtype, "master_weights": self.master_weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle, or at the end of `load_state_dict`."""
+        loaded = {p: s.state if isinstance(s, AsItIs) else s for p, s in state["state"].items()}
+        numbered = list(enumerate(p for group in state["param_groups"] for p in group["params"]))
+        numbered = [(number, p) for number, p in numbered if loaded.get(p) and p.numel()]
+        for number, parameter in numbered:
+            _refuse_shape(parameter, number, loaded[parameter])
+        if "_homes" not in self.__dict__:
+            self._at_rest()
+        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+        self._take([parameter for _, parameter in numbered])
+        self._done = {}
+        self.state = defaultdict(dict, {parameter: loaded[parameter] for _, parameter in numbered})
+        for number, parameter in numbered:
+            self._opened(parameter, number)
+
+    def _refuse_half_a_step(self) -> None:
+        self._settle()
+        if self._done:
+            raise RuntimeError(
+                f"a step was interrupted when {len(self._done)} parameters were updated, the last perhaps in part: "
+                "call step() again, which does the rest of it, or load a state"
+            )
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step of AdamW is for a parameter."""
+
+    step: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    @staticmethod
+    def of(group: dict[str, Any], state: dict[str, Any]) -> Update:
+        first, second = map(float, group["betas"])
+        rates = (float(group[name]) for name in ("eps", "weight_decay"))
+        return Update(int(state["step"]) + 1, float(group["lr"]), (first, second), *rates)
+
+    def apply_(self, values: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """To tensors of one precision, operation by operation as `torch.optim.AdamW` with foreach=False does it."""
+        beta1, beta2 = self.betas
+        values.mul_(1 - self.lr * self.weight_decay)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        scale = exp_avg_sq.sqrt().div_((1 - beta2**self.step) ** 0.5).add_(self.eps)
+        values.addcdiv_(exp_avg, scale, value=-self.lr / (1 - beta1**self.step))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Neighbouring numbers of a parameter."""
+
+    parameter: Tensor
+    values: Tensor
+    grad: Tensor
+    host: dict[str, Tensor]
+    """Their states at rest."""
+    update: Update
+    end: int
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Commit:
+    """A piece with its new values and, in a staging buffer, its new states."""
+
+    piece: Piece
+    values: Tensor
+    staged: dict[str, Tensor]
+
+
+def updated(piece: Piece, staged: dict[str, Tensor], generator: torch.Generator) -> Tensor:
+    """The new values of a piece; its states in the staging buffer become the new ones. The parameter is not touched."""
+    dtype = piece.values.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    values = staged[MASTER] if MASTER in staged else piece.values.to(wide, copy=True)
+    moments = [decoded(staged, name, wide) for name in MOMENTS]
+    piece.update.apply_(values, piece.grad.to(wide), *moments)
+    for name, moment in zip(MOMENTS, moments, strict=True):
+        encode_(staged, name, moment, generator)
+    return values if MASTER in staged or dtype == wide else rounded_at_random(values, dtype, generator)
+
+
+def flat(x: Tensor, parameter: Tensor) -> Tensor:
+    """x, of the parameter's shape, as one row of numbers in the order in which the parameter lies in memory."""
+    return x.permute(memory_order(parameter)).reshape(-1)
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """The dimensions, the one with the largest strides first."""
+    order = sorted(range(x.dim()), key=lambda d: (x.shape[d] == 1, -x.stride()[d]))
+    if not x.permute(order).is_contiguous():
+        raise ValueError(
+            f"a parameter of shape {tuple(x.shape)} has gaps or overlaps in memory (strides {x.stride()}): make it "
+            "contiguous"
+        )
+    return order
+
+
+class Home:
+    """The states of one parameter in host memory, each field in a slab of its own: so it can be saved as it is."""
+
+    def __init__(self, parameter: Tensor, fields: dict[str, tuple[torch.dtype, int]]) -> None:
+        self.device, self.order = parameter.device, memory_order(parameter)
+        self.is_blank = True
+        self.slabs: list[HostSlab] = []
+        self.rows: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}
+        """The same in the parameter's shape, as users see it."""
+        shape = [parameter.shape[d] for d in self.order]
+        back = [self.order.index(d) for d in range(parameter.dim())]
+        for name, (dtype, count) in fields.items():
+            slab = HostSlab(count * dtype.itemsize, parameter.device)
+            self.slabs.append(slab)
+            row = self.rows[name] = slab.bytes[: count * dtype.itemsize].view(dtype)
+            self.state[name] = row if name.endswith("_scale") else row.view(shape).permute(back)
+
+    def suits(self, parameter: Tensor) -> bool:
+        return self.device == parameter.device and self.order == memory_order(parameter)
+
+    def fill(self, parameter: Tensor, state: dict[str, Any], seed: int) -> None:
+        """With a state from elsewhere: as it is if it has the same form, converted if not, zero if there is none."""
+        generator = torch.Generator().manual_seed(seed)
+        was_blank, self.is_blank = self.is_blank, False
+        given: dict[str, Tensor] = {}
+        for name in {*MOMENTS, MASTER} & state.keys():
+            x, scales = state[name], state.get(scale_of(name))
+            if scales is not None and memory_order(x) != self.order:
+                # Its runs are others.
+                row = decoded({name: flat(x, x), scale_of(name): scales}, name, torch.float32)
+                x, scales = row.as_strided(x.shape, x.stride()), None
+            given[name] = flat(x, parameter)
+            if scales is not None:
+                given[scale_of(name)] = scales
+        values = flat(parameter.detach(), parameter)
+        for start in range(0, values.numel(), PIECE_SIZE):
+            end = min(start + PIECE_SIZE, values.numel())
+            own, other = part(self.rows, start, end), part(given, start, end)
+            for name in MOMENTS:
+                keys = [key for key in (name, scale_of(name)) if key in own]
+                if all(key in other and other[key].dtype == own[key].dtype for key in keys):
+                    for key in keys:
+                        own[key].copy_(other[key])
+                elif name in other:
+                    on_host = {key: x.cpu() for key, x in other.items()}
+                    encode_(own, name, decoded(on_host, name, torch.float32), generator)
+                elif not was_blank:
+                    for key in keys:
+                        own[key].zero_()
+            if MASTER in own:
+                own[MASTER].copy_(other.get(MASTER, values[start:end]))
+
+
+class Layout:
+    """How the states of a piece lie in a staging buffer: each where the largest of its kind leaves room for it."""
+
+    def __init__(self, pieces: list[dict[str, Tensor]]) -> None:
+        self.offsets: dict[str, int] = {}
+        self.num_bytes = 0
+        for name in sorted({name for piece in pieces for name in piece}):
+            self.offsets[name] = self.num_bytes
+            self.num_bytes += row_bytes(max(piece[name].nbytes for piece in pieces if name in piece))
+
+    def placed(self, piece: dict[str, Tensor]) -> tuple[tuple[int, Tensor], ...]:
+        """(offset, bytes on the host) of each state."""
+        return tuple((self.offsets[name], host.view(torch.uint8)) for name, host in piece.items())
+
+    def views(self, buffer: Tensor, piece: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: buffer[self.offsets[name] : self.offsets[name] + host.nbytes].view(host.dtype)
+            for name, host in piece.items()
+        }
+
+
+def staging_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        # A tensor made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        free = free_gpu_bytes(device)
+        raise OutOfPages(
+            f"the optimizer streams its states through {num_bytes / 2**20:.0f} MiB on {device} and "
+            f"{(free_host_bytes() if free is None else free) / 2**20:.0f} MiB are free: lower gpu_memory or chunk_size "
+            "of oomb.Config"
+        ) from error
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """A state in a wrapping that torch does not look into."""
+
+    state: dict[str, Any]
+
+
+def _as_it_is(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for group in state_dict["param_groups"]:
+        for name, value in ONLY.items():
+            if group.get(name, value) != value and (name != "decoupled_weight_decay" or group["weight_decay"]):
+                raise ValueError(f"the state to load is of an optimizer with {name}={group[name]}, not plain AdamW")
+    return {**state_dict, "state": {key: AsItIs(state) for key, state in state_dict["state"].items()}}
+
+
+def _refuse_shape(parameter: Tensor, number: int, state: dict[str, Any]) -> None:
+    for name in {*MOMENTS, MASTER} & state.keys():
+        if state[name].shape != parameter.shape:
+            raise ValueError(
+                f"the state to load has {name} of shape {tuple(state[name].shape)} for parameter {number}, which has "
+                f"{tuple(parameter.shape)}: it belongs to another model, or its groups come in another order"
+            )
