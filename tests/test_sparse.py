@@ -176,3 +176,18 @@ def test_a_budget_is_a_number_of_pages(budget: Any) -> None:
 def test_chunks_are_whole_pages() -> None:
     with pytest.raises(ValueError, match="chunk_size 1000 is no multiple of page_size 128; take chunk_size=1024"):
         oomb.Config(page_budget=8, chunk_size=1000)
+
+
+def test_tables_that_do_not_fit_are_refused_like_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    engine = sparse_engine(model, 2)
+
+    def refuse(shape: Any, dtype: Any) -> Tensor:
+        raise oomb.OutOfPages("no room for tables")
+
+    monkeypatch.setattr(engine.budget.tiers, "table", refuse)
+    with pytest.raises(oomb.OutOfPages, match="no room for tables"):
+        engine.loss(random_ids(1, 90))
+    monkeypatch.undo()
+    tiers = engine.budget.tiers
+    assert not tiers.used_bytes("gpu") and not tiers.used_bytes("host") and not any(tiers.promised.values())

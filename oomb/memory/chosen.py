@@ -127,13 +127,11 @@ class ChosenPages:
         for layer in self.layers:
             _, num_heads, size = store.layers[layer].kv.fields[0][2]
             means = self.batch_size, num_heads, self.num_pages * choosing.num_means, size
-            self.means[layer] = torch.empty(means, dtype=choosing.means_dtype, device=self.device)
+            self.means[layer] = store.tiers.table(means, choosing.means_dtype)
             if trains:
-                self.touched[layer] = torch.zeros(
-                    self.batch_size, self.num_pages, dtype=torch.uint8, device=self.device
-                )
+                self.touched[layer] = store.tiers.table((self.batch_size, self.num_pages), torch.uint8).zero_()
             table = shape if trains else (1, *shape[1:])
-            self.choices[layer] = torch.empty(table, dtype=choice_dtype(self.num_pages), device=self.device)
+            self.choices[layer] = store.tiers.table(table, choice_dtype(self.num_pages))
         self._known: dict[int, set[int]] = {layer: set() for layer in self.layers}
 
     def close(self) -> None:

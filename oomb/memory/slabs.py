@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -293,6 +293,10 @@ class Tiers:
     def _num_open(self, key: Key) -> int:
         """Free pages that nobody has been promised."""
         return self.arenas[key].pool.num_free - self.promised[key] if key in self.arenas else 0
+
+    def table(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the model's device for what is known of pages, beside them."""
+        return self._gpu_slab(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
 
     def _gpu_slab(self, num_bytes: int) -> Tensor:
         try:
