@@ -261,7 +261,7 @@ BAD_SETTINGS = [
     ({"chunk_size": True}, r"chunk_size.*True"),
     ({"kernels": "magic"}, r"kernels.*magic.*auto"),
     ({"checkpoint_layers": 1}, r"checkpoint_layers.*1.*auto"),
-    ({"kv_dtype": "int8"}, r"kv_dtype.*int8.*bfloat16"),
+    ({"kv_dtype": "int4"}, r"kv_dtype.*int4.*bfloat16"),
     ({"param_grad_dtype": None}, r"param_grad_dtype.*None.*float32"),
 ]
 
