@@ -345,7 +345,7 @@ class ChosenPages:
         """Which pages hold anything, the number of rows of that (0: all pages do), and their distance."""
         if kind == "grad":
             return self.touched[layer], self.batch_size, self.num_pages
-        return self.means[layer], 0, 0
+        return self.choices[layer], 0, 0
 
     def _bring(self, kind: str, layer: int, start: int, end: int, data: Tensor) -> None:
         """Numbers the chosen pages that are not read where they lie, and brings them in."""
