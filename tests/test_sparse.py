@@ -191,3 +191,18 @@ def test_tables_that_do_not_fit_are_refused_like_pages(monkeypatch: pytest.Monke
     monkeypatch.undo()
     tiers = engine.budget.tiers
     assert not tiers.used_bytes("gpu") and not tiers.used_bytes("host") and not any(tiers.promised.values())
+
+
+@pytest.mark.parametrize("kind", ["kv", "grad"])
+def test_page_movers_are_told_of_flags_in_whole_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summaries may be 8-bit floats, which kernels cannot compare."""
+    flags = []
+    past = ChosenLayerPast.pages
+
+    def spy(self: ChosenLayerPast) -> Any:
+        flags.append(self.chosen._flags(kind, self.layer)[0])
+        return past(self)
+
+    monkeypatch.setattr(ChosenLayerPast, "pages", spy)
+    sparse_engine(build("llama"), 2).loss(random_ids(1, 90)).backward()
+    assert flags and not any(x.is_floating_point() for x in flags)
