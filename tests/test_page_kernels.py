@@ -17,27 +17,12 @@ import oomb
 from oomb import plan, triton_kernels
 from oomb.attention import reference, sparse, sparse_reference
 from oomb.memory import chosen as chosen_module
-from oomb.memory.chosen import ChosenPages
+from oomb.memory.chosen import ChosenPages, PageView
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter's bfloat16 products are wrong.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3} | ({torch.bfloat16: 3e-2} if ON_GPU else {})
-
-
-@dataclass(frozen=True)
-class SomePages:
-    base: Tensor
-    offsets_P: Tensor
-    length: int
-    page_size: int
-    row_size: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int
-    value_at: int
-    touched_BP: Tensor
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +42,7 @@ class Case:
     full: bool = False
     """Every tile chooses C pages; otherwise some choose fewer, or none."""
 
-    def make(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, SomePages, Tensor, Tensor, Tensor]:
+    def make(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, PageView, Tensor, Tensor, Tensor]:
         """Queries, their output's gradient, pages in shuffled places among NaN, a choice, and what was attended to."""
         torch.manual_seed(0)
         P, V = -(-self.length // self.S), self.V or self.D
@@ -76,9 +61,9 @@ class Case:
             for n in range(N):
                 some = torch.randperm(P)[: C if self.full else int(torch.randint(int(n == 0), C + 1, ()))]
                 chosen[b, n, : len(some)] = some
-        pages = SomePages(
+        pages = PageView(
             rows.to(DEVICE, dtype).flatten(), (places * self.S * row).to(DEVICE), self.length, self.S, row, self.K,
-            self.D, V, value_at, torch.ones(self.B, P, dtype=torch.uint8, device=DEVICE),
+            self.D, V, value_at, torch.ones(self.B, P, dtype=torch.uint8, device=DEVICE), 0,
         )  # fmt: skip
         q, dout, own = (
             torch.randn(self.B, self.T, self.K * self.G, size).to(DEVICE, dtype).transpose(1, 2)
@@ -107,7 +92,7 @@ BIG = [
 ALL = CASES + (BIG if ON_GPU else [])
 
 
-def grad_pages(pages: SomePages, dtype: torch.dtype) -> SomePages:
+def grad_pages(pages: PageView, dtype: torch.dtype) -> PageView:
     """Gradient pages with something in those that are touched, in places of their own."""
     P, size = len(pages.offsets_P), pages.page_size * pages.row_size
     touched = (torch.rand(pages.touched_BP.shape) < 0.5).to(DEVICE, torch.uint8)
@@ -117,7 +102,7 @@ def grad_pages(pages: SomePages, dtype: torch.dtype) -> SomePages:
     )
 
 
-def clean(grads: SomePages, B: int) -> SomePages:
+def clean(grads: PageView, B: int) -> PageView:
     """The same with nothing where nobody has touched: what the reference may add to."""
     base = grads.base.clone().view(-1, grads.page_size, grads.row_size)
     places = grads.offsets_P // base[0].numel()
@@ -127,7 +112,7 @@ def clean(grads: SomePages, B: int) -> SomePages:
     return replace(grads, base=base.flatten())
 
 
-def rows_of(pages: SomePages) -> Tensor:
+def rows_of(pages: PageView) -> Tensor:
     at = torch.arange(pages.page_size * pages.row_size, device=DEVICE)
     return pages.base[pages.offsets_P[:, None] + at].view(-1, pages.page_size, pages.row_size)
 

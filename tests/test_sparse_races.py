@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from checks import engine_for
-from families import build, grads, random_ids
+from families import build, random_ids
 from streams import MUTATIONS, Clocks, LateCopies, Mutation, Watch, gives_back_without
-from test_races import SHORT, delay_computation, delay_copies
+from test_races import SHORT, are_equal, delay_computation, delay_copies
+from test_races import results as interleaved
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -88,17 +89,7 @@ def engine_of(model: Any, place: str, kept: dict[str, Any], copier: Copier | Non
     return engine
 
 
-def results(model: Any, engine: oomb.Engine, length: int = LENGTH) -> list[Tensor]:
-    """Losses and gradients of two texts, whose passes are interleaved."""
-    model.zero_grad()
-    losses = [engine.loss(random_ids(1, n, seed=n)) for n in (length, length // 2)]
-    for loss in losses:
-        loss.backward()
-    return [*(loss.detach() for loss in losses), *(g for g in grads(model).values() if g is not None)]
-
-
-def are_equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+results = functools.partial(interleaved, length=LENGTH)
 
 
 @functools.lru_cache
