@@ -26,7 +26,7 @@ from oomb import metrics
 from oomb.config import Config, parse_bytes
 from oomb.engine import Engine
 from oomb.facts import facts_of
-from oomb.forecast import Machine, Plan, forecast
+from oomb.forecast import CONTEXT_BYTES, Machine, Plan, forecast
 from oomb.options import parse_list, parse_tokens
 from oomb.planner import find_machine, with_lora
 from oomb.presets import load_model
@@ -97,7 +97,8 @@ def main(
     console = Console(width=150)
     machine = find_machine(None, None)
     if limit is not None:
-        share = parse_bytes(limit) / torch.cuda.get_device_properties(0).total_memory
+        # As on a card of this size, whose CUDA context takes its part.
+        share = (parse_bytes(limit) - CONTEXT_BYTES) / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(share)
         machine = replace(machine, gpu_bytes=parse_bytes(limit))
     chosen = parse_list(cases, str.strip)

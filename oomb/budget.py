@@ -21,9 +21,9 @@ from oomb.memory import (
     PageStore,
     Row,
     Tiers,
-    free_gpu_bytes,
     free_host_bytes,
     pair,
+    usable_gpu_bytes,
 )
 from oomb.model import CausalLM, LayerShape
 from oomb.plan import LayerFacts, Placement, choosing
@@ -162,7 +162,7 @@ class Budget:
             for shape in shapes.values()
         )
         facts = facts_of(self.model.lm, layers)
-        gpu_room, host_room = free_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
+        gpu_room, host_room = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
         if gpu_room is None:  # on a CPU all is one memory
             host_room += self.tiers.idle_bytes(GPU)
         return decide(

@@ -14,7 +14,7 @@ from math import exp
 
 from oomb.advice import advice, longest_context
 from oomb.config import TILE_SIZE, Config, means_per_page
-from oomb.memory import GPU, HOST
+from oomb.memory import GAPS, GPU, HOST
 from oomb.metrics import GIB
 from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
 
@@ -63,9 +63,8 @@ LINK_BYTES_PER_SECOND = 45e9
 PCIE_4 = ("A100", "L40S", "RTX 4090", "RTX 3090")
 """Cards whose link has half that rate."""
 
-CONTEXT_BYTES, ALLOCATOR_SHARE = GIB // 2, 0.03
-"""What PyTorch cannot hand out: the CUDA context with its kernels, and gaps between allocations (steps of Qwen2.5-7B
-reserved 3% to 6% more than they used; the margin that `decide` leaves covers the rest)."""
+CONTEXT_BYTES = GIB // 2
+"""The CUDA context with its kernels, which PyTorch does not see."""
 WORKSPACE_BYTES = 80 << 20
 """cuBLAS and the like: 0.06 GiB beside the weights of Llama-3.1-8B and Qwen2.5-0.5B, 0.04 to 0.10 of Qwen2.5-7B."""
 SUMS_SHARE = 0.25
@@ -224,7 +223,7 @@ def step_terms(request: Request, placement: Placement) -> tuple[Term, ...]:
 
 
 def usable_bytes(machine: Machine) -> int:
-    return max(0, int(machine.gpu_bytes * (1 - ALLOCATOR_SHARE)) - CONTEXT_BYTES)
+    return max(0, int((machine.gpu_bytes - CONTEXT_BYTES) * (1 - GAPS)))
 
 
 def predict_seconds(request: Request, placement: Placement, machine: Machine) -> float | None:

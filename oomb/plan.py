@@ -418,11 +418,11 @@ def _needs(request: Request, is_checkpointed: bool, keeps: bool) -> list[Term]:
         graph, backward = ADAPTER_GRAPH * graph / FUSED_GRAPH, ADAPTER_BACKWARD
     copies: float
     if is_checkpointed:
-        saved = len(facts.layers) * hidden
-        if not keeps:
-            # Attention is not computed again, so its outputs wait for the backward; kept ones come from their pages.
-            outs = [x.num_query_heads * (x.value_size * (x.itemsize or facts.itemsize) + 4) for x in facts.layers]
-            saved += tokens * sum(outs)
+        # Attention is not computed again, so its outputs wait for the backward. Kept ones come from their pages, except
+        # for the last chunk, which has none; the gradients of most parameters are not there yet when it is walked back.
+        outs = [x.num_query_heads * (x.value_size * (x.itemsize or facts.itemsize) + 4) for x in facts.layers]
+        waiting = tokens * sum(outs) - (request.missing_grad_bytes if keeps else 0)
+        saved = len(facts.layers) * hidden + max(0, waiting)
         copies, backward = HIDDEN_COPIES, backward + graph
     else:
         saved, copies = int(len(facts.layers) * one_layer * graph), HIDDEN_COPIES_OF_GRAPH

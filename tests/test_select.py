@@ -119,7 +119,7 @@ def test_scores_far_apart() -> None:
     shape = (1, 1, 2, 16, 64, 16, 40, Rule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, torch.float16)
     found = launch(q, means * 100, shape[7], 16, scale=1.0)
-    torch.testing.assert_close(found.sum(), torch.tensor(16.0, device=DEVICE))
+    torch.testing.assert_close(found.sum(), torch.tensor(16.0, device=DEVICE), rtol=1e-4, atol=0)
     assert_same_interest(found, expected_interest(q, means * 100, shape[7], 16, scale=1.0))
 
 
@@ -139,13 +139,13 @@ def test_no_pages_yet(compute: Callable[..., Tensor]) -> None:
 
 @pytest.mark.gpu
 def test_interest_takes_little_memory() -> None:
-    """A chunk of 4096 against a million tokens: 32 x 8192 numbers, and the lse of 7168 rows in 16 splits."""
+    """A chunk of 4096 against a million tokens: 32 x 8192 numbers, and the lse of 14,336 rows in some 26 splits."""
     q = normal(1, 28, 4096, 128, dtype=torch.bfloat16)
     means = normal(1, 4, 32768, 128, dtype=FP8)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     select.interest(q, means, rule=RULES["mass"], scale=0.1, tile_size=128)
-    assert torch.cuda.max_memory_allocated() - before < 2 << 20
+    assert torch.cuda.max_memory_allocated() - before < 3 << 20
 
 
 @given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))

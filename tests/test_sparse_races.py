@@ -368,7 +368,7 @@ def gpu_results(model: Any, place: str, kept: dict[str, Any], disturb: Mutation 
         patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
         if disturb is not None:
             disturb(engine.budget.tiers, patch)
-        found = results(model, engine, GPU_LENGTH)
+        found = interleaved(model, engine, GPU_LENGTH)
         torch.cuda.synchronize()
     if place != "gpu":
         assert engine.stats.loaded_bytes > 0 and engine.stats.stored_bytes > 0

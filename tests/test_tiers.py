@@ -284,7 +284,8 @@ def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
     runs = [gpu_train(model, keep_attention=False) for _ in range(4)]
     noise = max(distance(a, b) for a, b in itertools.combinations(runs, 2))
     for placement in GPU_PLACEMENTS[1:]:
-        assert distance(gpu_train(model, keep_attention=False, **placement), runs[0]) <= 1.5 * noise
+        moved = gpu_train(model, keep_attention=False, **placement)
+        assert min(distance(moved, run) for run in runs) <= 1.5 * noise
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_layers": True}, {"keep_last_chunk": False}], ids=str)

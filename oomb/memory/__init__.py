@@ -13,10 +13,11 @@ from oomb.memory.chosen import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen,
 from oomb.memory.pages import GPU, HOST, OutOfPages
 from oomb.memory.past import LayerPast
 from oomb.memory.rows import LayerSpec, Row, pair, pair_bytes, row_bytes, segment_bounds, staging_bytes
-from oomb.memory.slabs import Tiers, free_gpu_bytes, free_host_bytes
+from oomb.memory.slabs import GAPS, Tiers, free_gpu_bytes, free_host_bytes, usable_gpu_bytes
 from oomb.memory.store import PageStore
 
 __all__ = [
+    "GAPS",
     "GPU",
     "HOST",
     "NUM_BUFFERS",
@@ -37,4 +38,5 @@ __all__ = [
     "segment_bounds",
     "staging_bytes",
     "table_bytes",
+    "usable_gpu_bytes",
 ]

@@ -24,6 +24,9 @@ from oomb.memory.transfer import Copier, Event, Prefetcher, Ring
 
 GIB = 2**30
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+GAPS = 0.03
+"""Share of a GPU that lies between allocations: steps of Qwen2.5-7B reserved 3% to 6% more than they used; the margin
+that plans leave covers the rest."""
 SPARE = 1.1
 """A slab on the GPU is used again for up to so many times fewer pages; a larger one is given up, and taken anew."""
 
@@ -37,6 +40,12 @@ def free_gpu_bytes(device: torch.device) -> int | None:
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
     return max(0, min(free + unused, int(limit) - allocated))
+
+
+def usable_gpu_bytes(device: torch.device) -> int | None:
+    """The same without what gaps will take."""
+    free = free_gpu_bytes(device)
+    return None if free is None else max(0, free - int(GAPS * (free + torch.cuda.memory_allocated(device))))
 
 
 def avoid_gaps(device: torch.device) -> None:
