@@ -4,7 +4,7 @@
 and settles what is left to "auto": for the engine by what is really free, for `oomb.forecast` on any machine.
 
 Constants name their measurements: peaks of torch.cuda.max_memory_allocated on one H200, PyTorch 2.11, bfloat16, batch
-1, three chunks. tests/test_plan.py holds the sums to them.
+1, three chunks. tests/test_plan_measured.py holds the sums to them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""Plans against what was measured on an H200: peaks of memory, and times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_plan import H200, facts_for
+
+from oomb.config import Config, parse_bytes
+from oomb.forecast import forecast
+from oomb.metrics import GIB
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+# What was measured on one H200 (PyTorch 2.11, bfloat16, three chunks): model, LoRA, chunk size, checkpointed, fused,
+# bytes allocated before the step, and the peak of the gradient pass above weights, gradients and pages; all in GiB.
+PEAKS = [
+    ("qwen2.5-7b", False, 8192, True, True, 14.27, 4.92),
+    ("qwen2.5-7b", False, 4096, True, True, 14.27, 3.26),
+    ("qwen2.5-7b", False, 4096, True, False, 14.27, 2.79),
+    ("qwen2.5-7b", False, 8192, False, True, 14.27, 35.76),
+    ("qwen2.5-7b", True, 8192, True, True, 14.46, 6.78),
+    ("qwen2.5-7b", True, 4096, True, True, 14.46, 3.39),
+    ("qwen2.5-7b", True, 4096, False, True, 14.46, 25.34),
+    ("llama-3.1-8b", False, 4096, True, True, 15.02, 3.63),
+    ("qwen2.5-0.5b", False, 4096, False, True, 0.985, 4.90),
+]
+
+
+@pytest.mark.parametrize("name, lora, chunk, checkpointed, fused, base, transient", PEAKS)
+def test_peaks_are_those_that_were_measured(
+    name: str, lora: bool, chunk: int, checkpointed: bool, fused: bool, base: float, transient: float
+) -> None:
+    facts = facts_for(name, lora)
+    config = Config(
+        chunk_size=chunk,
+        checkpoint_layers=checkpointed,
+        keep_attention=False,
+        param_grad_dtype="param",
+        fuse="auto" if fused else "off",
+    )
+    plan = forecast(facts, config, H200, length=3 * chunk, optimizer="none")
+    layer = facts.layers[0]
+    pages = 2 * chunk * len(facts.layers) * 2 * 2 * layer.num_kv_heads * layer.head_size * 2
+    assert plan.placement.gpu_bytes == pages and plan.host_bytes == 0
+    measured = (base + transient) * GIB + facts.grad_bytes + pages
+    assert plan.peak_gpu_bytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["plan_check.json", "plan_check_24gib.json"])
+def test_memory_and_time_of_the_committed_results(name: str) -> None:
+    """Not what was predicted then, but what is predicted now."""
+    report = json.loads((RESULTS / name).read_text())
+    machine = replace(H200, gpu_bytes=parse_bytes(report["limit"])) if report["limit"] else H200
+    for row in report["rows"]:
+        lora = "lora" in row["case"]
+        facts = facts_for(report["model"], lora=lora)
+        plan = forecast(facts, Config(**row["settings"]), machine, length=row["context"], optimizer="none")
+        assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.03)
+        assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.03)
+        assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.05 if lora else 0.1)
+
+
+# Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept
+# are in benchmarks/results/exact_qwen2.5-7b_standard.json.
+TIMES = [
+    (32768, False, False, 4.92),
+    (65536, False, False, 13.40),
+    (131072, False, False, 40.32),
+    (262144, False, False, 137.4),
+    (65536, True, False, 12.10),
+    (131072, True, False, 34.81),
+    (24576, False, False, 3.03),
+    (24576, False, True, 3.81),
+]
+
+
+@pytest.mark.parametrize("context, kept, checkpointed, seconds", TIMES)
+def test_times_are_those_that_were_measured(context: int, kept: bool, checkpointed: bool, seconds: float) -> None:
+    config = Config(chunk_size=8192, keep_attention=kept, checkpoint_layers=checkpointed)
+    plan = forecast(facts_for("qwen2.5-7b"), config, H200, length=context, optimizer="none")
+    assert plan.seconds == pytest.approx(seconds, rel=0.06)
+
+
+def test_float32_sums_at_chunks_of_4096() -> None:
+    config = Config(chunk_size=4096, keep_attention=False, checkpoint_layers=False, param_grad_dtype="float32")
+    plan = forecast(facts_for("qwen2.5-7b"), config, H200, length=3 * 4096, optimizer="none")
+    assert plan.peak_gpu_bytes == pytest.approx(62.41 * GIB, rel=0.01)
