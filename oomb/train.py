@@ -461,6 +461,6 @@ def program() -> str:
         return "oomb"
     script = Path(sys.executable).parent / "oomb"
     if not script.is_file():
-        return f"{shlex.quote(sys.executable)} -m oomb.cli"
+        return f"{shlex.quote(sys.executable)} -m oomb"
     here = Path.cwd()
     return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))

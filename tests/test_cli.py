@@ -19,7 +19,7 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 
 import oomb
-from oomb import cli, presets, train
+from oomb import options, presets, train
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
 
@@ -61,7 +61,7 @@ def test_train_learns_saves_and_sums_up(here: Path) -> None:
     assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(after, rel=1e-4)
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
     # The commands that it proposes are real, and repeat what was chosen.
-    proposed = re.findall(r"^  (\S*oomb|\S+ -m oomb\.cli) (.*)$", result.output, re.MULTILINE)
+    proposed = re.findall(r"^  (\S*oomb|\S+ -m oomb) (.*)$", result.output, re.MULTILINE)
     assert len(proposed) == 3
     assert "--max_length 1024 --max_steps 10 --device cpu --dtype float32 --chunk_size 64" in proposed[1][1]
     assert shutil.which(proposed[0][0].split()[0])
@@ -231,7 +231,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_so(here: Path) -> None:
     # A process of its own, interrupted once its second step is on disk.
-    command = [sys.executable, "-m", "oomb.cli", "train", *TOY, "--max_steps", "500", "--output_dir", "out"]
+    command = [sys.executable, "-m", "oomb", "train", *TOY, "--max_steps", "500", "--output_dir", "out"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=here)
     metrics = here / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 60
@@ -354,10 +354,10 @@ def test_bench_refuses_in_one_message(arguments: list[str], message: str) -> Non
 
 
 def test_numbers_of_tokens() -> None:
-    assert cli.parse_list("4096, 32K,1m", cli.parse_tokens) == [4096, 32768, 1048576]
+    assert options.parse_list("4096, 32K,1m", options.parse_tokens) == [4096, 32768, 1048576]
     for wrong in ("", "0", "-1", "1.5K", "K"):
         with pytest.raises(ValueError, match="is not a number of tokens"):
-            cli.parse_tokens(wrong)
+            options.parse_tokens(wrong)
 
 
 @pytest.mark.parametrize(

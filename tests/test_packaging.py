@@ -38,7 +38,9 @@ LAYERS = [
     {"engine"},
     {"trainer", "verify", "bench", "progress", "selection"},
     {"train"},
+    {"commands"},
     {"cli"},
+    {"__main__"},
 ]
 
 # The modules that need more than the core dependencies: their users look for Triton first.

@@ -1,0 +1,6 @@
+"""`python -m oomb` is `oomb`."""
+
+from oomb.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="oomb")

@@ -1,0 +1,1 @@
+"""One module per command of `oomb`. Thin: torch comes once a command runs."""

@@ -1,0 +1,111 @@
+"""`oomb bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oomb import presets
+from oomb.commands.shared import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
+from oomb.options import Device, Dtype, parse_list, parse_tokens, with_engine_options
+
+
+@with_engine_options()
+def bench(
+    model_name_or_path: Annotated[
+        str | None,
+        typer.Option(
+            "--model_name_or_path",
+            "--model",
+            help="A preset, folder or hub id. Default: qwen2.5-7b on a GPU, else demo.",
+        ),
+    ] = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option("--contexts", help="Contexts, as in 32K,64K,1M. Default: 32K,64K on a GPU, else 2K,4K."),
+    ] = None,
+    modes: Annotated[
+        str,
+        typer.Option("--modes", help="What to measure: oomb, standard (whole sequence, checkpointed layers), or both."),
+    ] = "oomb,standard",
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters only; needs the peft package.")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed steps per row, after one that warms up.")] = 2,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the figures and the machine to this JSON file.")
+    ] = None,
+    selection_map: Annotated[
+        Path | None,
+        typer.Option(
+            "--selection_map",
+            help="With --page_budget: draw the pages that a layer reads of a text into this file; needs matplotlib.",
+        ),
+    ] = None,
+    selection_layer: Annotated[int, typer.Option("--selection_layer", help="The layer to draw.")] = 0,
+    selection_text: Annotated[
+        str, typer.Option("--selection_text", help="A text file or folder, or stdlib, the source of Python.")
+    ] = "stdlib",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Measure time, tokens/s, MFU and peak memory of a training step, with standard training beside it.
+
+    Forward and backward of one sequence of random tokens, all gradients, no optimizer.
+    """
+    with one_clear_message():
+        settings = engine_settings(engine)
+        chunk_size = settings.pop("chunk_size")
+        if repeats < 1:
+            raise ValueError(f"--repeats is {repeats}; it must be 1 or more")
+        chosen_modes = parse_list(modes, str.strip)
+        for mode in chosen_modes:
+            if mode not in ("oomb", "standard"):
+                raise ValueError(f"--modes has {mode!r}; the modes are oomb and standard")
+        place = presets.resolve_device(device)
+        on_gpu = place.type == "cuda"
+        name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
+        presets.check_model_name(name)
+        lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
+        precision = str(presets.resolve_dtype(dtype, place)).removeprefix("torch.")
+        quiet()
+        from oomb import bench as benchmark
+
+        console, finish = Console(), None
+        if selection_map is not None:
+            from oomb import selection
+
+            num_layers = presets.load_config(name).get_text_config(decoder=True).num_hidden_layers
+            selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)
+            tokenizer = None if presets.is_preset(name) else presets.load_tokenizer(name)
+            ids = selection.text_ids(tokenizer, max(lengths), selection_text)
+
+            def finish(engine: Any) -> None:
+                found = selection.record(engine, ids, selection_layer)
+                pages = ", ".join(f"{page} ({share:.0%})" for page, share in found.most_read[:5])
+                console.print(f"layer {selection_layer} reads most: page {pages}", highlight=False, soft_wrap=True)
+                console.print(f"written to {selection.draw(found, selection_map)}", highlight=False, soft_wrap=True)
+
+        report = benchmark.run(
+            name,
+            lengths,
+            modes=chosen_modes,
+            chunk_size=chunk_size,
+            dtype=precision,
+            device=str(place),
+            lora=lora,
+            repeats=repeats,
+            settings=settings,
+            finish=finish,
+            on_row=lambda row: console.print(f"measured {row.mode} at {row.context:,} tokens", style="dim"),
+        )
+    console.print(report.table())
+    if output is not None:
+        report.save(output)
+        console.print(f"written to {output}", highlight=False, soft_wrap=True)
+    if not report.is_right:
+        console.print("[bold red]a row's gradients are wrong; its time means nothing[/]")
+        raise typer.Exit(EXIT_NOT_TRUSTED)

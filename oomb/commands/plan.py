@@ -1,0 +1,91 @@
+"""`oomb plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oomb import presets
+from oomb.commands.shared import EXIT_DOES_NOT_FIT, PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.options import (
+    DATA,
+    MODEL,
+    OUTPUT,
+    Dtype,
+    Gpu,
+    Host,
+    OptimizerStates,
+    Plot,
+    parse_tokens,
+    with_engine_options,
+)
+
+
+@with_engine_options("kernels")
+def plan(
+    model_name_or_path: Annotated[
+        str,
+        typer.Option(
+            "--model_name_or_path",
+            "--model",
+            help=f"A folder with a config.json, a hub id, or a preset: {PRESET_NAMES}. No weights are read.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "qwen2.5-7b",
+    context: Annotated[
+        str, typer.Option("--context", help="Tokens per sequence, as in 128K or 1M.", rich_help_panel=DATA)
+    ] = "128K",
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", help="Sequences computed at once.", rich_help_panel=DATA)
+    ] = 1,
+    gpu: Gpu = None,
+    host: Host = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="LoRA of rank 16 on all linear layers; needs peft.", rich_help_panel=MODEL)
+    ] = False,
+    optimizer: OptimizerStates = "adamw",
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the plan to this JSON file.", rich_help_panel=OUTPUT)
+    ] = None,
+    plot: Plot = None,
+    dtype: Dtype = "bfloat16",
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Predict memory and time of a training step, for this machine or another. Needs no GPU and no weights.
+
+    [bold]oomb plan --model qwen2.5-7b --context 1M --gpu H200 --host 512GiB[/]
+
+    --gpu and --host describe the machine; --gpu_memory and --host_memory are settings of training on it. Ends with exit
+    code 0 if it fits, 1 if it does not, 2 for bad input.
+    """
+    with one_clear_message():
+        settings = engine_settings(engine)
+        length = parse_tokens(context, "--context")
+        presets.check_model_name(model_name_or_path)
+        quiet()
+        from oomb import planner
+
+        if plot is not None:
+            planner.check_plotting(plot)
+        forecast = planner.plan(
+            model_name_or_path,
+            length,
+            planner.find_machine(gpu, host),
+            batch_size=batch_size,
+            dtype=dtype,
+            lora=lora,
+            optimizer=optimizer,
+            settings=settings,
+        )
+        console = Console()
+        console.print(forecast.table())
+        for line in forecast.lines():
+            console.print(line, highlight=False, soft_wrap=True)
+        for path, write in ((output, forecast.save), (plot, forecast.plot)):
+            if path is not None:
+                console.print(f"written to {write(path)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if forecast.plan.fits else EXIT_DOES_NOT_FIT)

@@ -1,0 +1,72 @@
+"""What the commands share: errors as one clear message, quiet libraries, settings of the engine."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import ERROR, getLogger
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from oomb import presets
+from oomb.config import Config
+from oomb.options import parse_tokens
+
+EXIT_NOT_TRUSTED = 1
+EXIT_DOES_NOT_FIT = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+PRESET_NAMES = ", ".join(presets.PRESETS)
+
+
+@contextmanager
+def one_clear_message() -> Iterator[None]:
+    """Errors a person can act on are one message and exit code 2; OOMB_DEBUG=1 shows the traceback as well. So are all
+    others, with the traceback: exit code 1 is for gradients that were compared and found wrong."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("[bold red]ended by Ctrl-C[/]")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (ValueError, OSError, MemoryError) as error:
+        _fail(str(error) or type(error).__name__, error)
+    except Exception as error:
+        # torch.OutOfMemoryError; importing torch here to name it would slow every command.
+        if type(error).__name__ == "OutOfMemoryError":
+            reason = str(error).splitlines()[0]
+            _fail(f"the GPU ran out of memory ({reason}); lower --chunk_size, the batch or the context", error)
+        _fail(f"{type(error).__name__}: {error}", error, unexpected=True)
+
+
+def _fail(message: str, error: Exception, *, unexpected: bool = False) -> NoReturn:
+    if unexpected or os.environ.get("OOMB_DEBUG"):
+        traceback.print_exception(error)
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(EXIT_BAD_INPUT) from error
+
+
+def quiet() -> None:
+    """transformers logs advice on standard error that does not apply to a run of ours, and would tear the bar. The
+    hub's client logs every attempt to reach it."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)
+
+
+def engine_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """A command's options as settings of `oomb.Config`, checked."""
+    chosen = {name: value for name, value in options.items() if value is not None}
+    chosen["chunk_size"] = parse_tokens(chosen["chunk_size"], "--chunk_size")
+    words: dict[str, Any] = {"true": True, "false": False, **presets.SHORT_DTYPES}
+    chosen = {
+        name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in chosen.items()
+    }
+    Config(**chosen)
+    return chosen

@@ -1,0 +1,70 @@
+"""`oomb verify`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from oomb import presets
+from oomb.commands.shared import EXIT_NOT_TRUSTED, PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.options import Device, parse_tokens, with_engine_options
+
+
+@with_engine_options("page_budget", "page_rule", chunk_size="512")
+def verify(
+    model: Annotated[
+        str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
+    ],
+    context: Annotated[str, typer.Option("--context", help="Tokens to compare on.")] = "2048",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype",
+            help="float64, float32, bfloat16 or float16. Half precisions are compared to a float32 reference.",
+        ),
+    ] = "float32",
+    device: Device = "auto",
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Compare chunked with whole-sequence gradients, for every parameter of your model, on your machine.
+
+    Whole-sequence training is the model's ordinary forward and autograd. Dropout is off. Ends with one line, and with
+    exit code 0 for "trust it", 1 for "do not trust", 2 where the comparison could not be made.
+    """
+    with one_clear_message():
+        settings = engine_settings(engine)
+        chunk_size = settings.pop("chunk_size")
+        presets.check_model_name(model)
+        quiet()
+        from oomb.verify import verify as compare
+
+        comparison = compare(
+            model,
+            context=parse_tokens(context, "--context"),
+            chunk_size=chunk_size,
+            dtype=dtype,
+            device=device,
+            num_layers=layers,
+            settings=settings,
+            seed=seed,
+        )
+        console = Console()
+        console.print(comparison.table())
+        console.print(
+            f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} as a whole, "
+            f"difference {abs(comparison.loss - comparison.whole_loss):.1e}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        color = "green" if comparison.trusted else "red"
+        console.print(f"[bold {color}]{escape(comparison.verdict)}[/]", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if comparison.trusted else EXIT_NOT_TRUSTED)
