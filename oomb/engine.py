@@ -13,9 +13,10 @@ of one chunk. B batch, T tokens, D hidden size.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, overload
 from zlib import crc32
 
 import torch
@@ -25,9 +26,10 @@ from oomb.attention.chunk import ChunkAttention, Spec, attend
 from oomb.attention.sparse import ChosenPast
 from oomb.budget import Budget, Stats
 from oomb.config import Config
+from oomb.documents import Given, read
 from oomb.grads import collecting, float32_sums_fit, refuse_hooks
 from oomb.inputs import Batch
-from oomb.loss import IGNORED, TiledHead
+from oomb.loss import TiledHead
 from oomb.memory import PageStore
 from oomb.model import CausalLM, callers_autocast, one_at_a_time
 from oomb.plan import Placement
@@ -95,46 +97,94 @@ class Engine:
 
     def loss(
         self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
+        input_ids: Tensor | list[Tensor],
+        labels: Tensor | list[Tensor] | None = None,
         *,
         num_items: int | Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Cross-entropy of `labels` (default: `input_ids`), shifted inside, -100 ignored, as in Hugging Face: the mean
-        over counted tokens, or the sum over `num_items` where that is given."""
-        batch = self._check(input_ids, labels, attention_mask)
-        num_counted = int((batch.targets != IGNORED).sum())
+        over counted tokens, or the sum over `num_items` where that is given.
+
+        A batch is [B, T], padded on the right if there is an `attention_mask`; or a list of documents, each of its own
+        length; or rows of several documents, whose `position_ids` begin anew with each. No document sees another, and
+        padding is not computed."""
+        given = self._read(input_ids, labels, attention_mask, position_ids)
+        num_counted = given.num_counted
         if num_counted == 0 and num_items is None:
             raise ValueError(
                 "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
             )
-        total = -self._target_logprobs(batch).sum()
+        total = -torch.stack([logp.sum() for logp in self._target_logprobs(given.batches)]).sum()
         return total / (num_counted if num_items is None else num_items)
 
-    def logprobs(self, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
-        """[B, T]: log p(token t | tokens before t); 0 at the first token and where `attention_mask` is 0."""
-        logp = self._target_logprobs(self._check(input_ids, None, attention_mask))
-        return torch.cat([torch.zeros_like(logp[:, :1]), logp[:, :-1]], dim=1)
+    @overload
+    def logprobs(
+        self, input_ids: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor: ...
 
-    def _check(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> Batch:
-        return Batch.check(
+    @overload
+    def logprobs(self, input_ids: list[Tensor]) -> list[Tensor]: ...
+
+    def logprobs(
+        self,
+        input_ids: Tensor | list[Tensor],
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | list[Tensor]:
+        """[B, T]: log p(token t | tokens before t); 0 at the first token of a document and where `attention_mask` is 0.
+        Of a list of documents, a list of [T]."""
+        given = self._read(input_ids, None, attention_mask, position_ids)
+        logp = given.join(self._target_logprobs(given.batches))
+        return [_one_later(row) for row in logp] if isinstance(logp, list) else _one_later(logp)
+
+    def _read(
+        self,
+        input_ids: Tensor | list[Tensor],
+        labels: Tensor | list[Tensor] | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Given:
+        return read(
             input_ids,
             labels,
             attention_mask,
+            position_ids,
+            chunk_size=self.config.chunk_size,
+            # Where RoPE depends on the length, each document has its own.
+            may_share=not self.model.rotaries,
             vocab_size=self.model.vocab_size,
             num_positions=self.model.num_positions,
             pad_token_id=self.model.pad_token_id,
         )
 
-    def _target_logprobs(self, batch: Batch) -> Tensor:
-        """[B, T]: log-probability of every position's target. Its backward is the gradient pass."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+    def _target_logprobs(self, batches: tuple[Batch, ...]) -> list[Tensor]:
+        """[B, T] of each batch: log-probability of every position's target. Their backward is the gradient pass."""
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        sequences = [Sequence(self, batch, trains) for batch in batches]
+        count = Count(sum(len(sequence.bounds) for sequence in sequences))
+        for sequence in sequences:
+            sequence.count = count
+        if trains:
             refuse_hooks(self.model.lm.named_parameters())
             anchor = torch.zeros((), device=self.model.device, requires_grad=True)
-            return _TwoPasses.apply(anchor, Sequence(self, batch, trains=True))
+            return [_TwoPasses.apply(anchor, sequence) for sequence in sequences]
         with torch.no_grad():
-            return Sequence(self, batch, trains=False).fill()
+            return [sequence.fill() for sequence in sequences]
+
+
+class Count:
+    """Chunks of all sequences of a call: how many there are, and how many of them each pass has done."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done: Counter[str] = Counter()
+
+
+def _one_later(logp: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(logp[..., :1]), logp[..., :-1]], dim=-1)
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -160,6 +210,7 @@ class Sequence:
         self.engine, self.config, self.model = engine, engine.config, engine.model
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
+        self.count = Count(len(self.bounds))
         self.index, (self.start, self.end) = 0, self.bounds[0]
         self.is_random = self.model.draws_random_numbers()
         self.seed: int | None = None
@@ -237,7 +288,7 @@ class Sequence:
                     dlogp = dlogp_BT[:, self.start : self.end]
                     dhidden = self.engine.head.backward(hidden, self._targets(), dlogp, self._is_fused())
                     if hidden.requires_grad:
-                        self.store.expect_backward(self.start, self.end, kept=self.checkpoint_layers)
+                        self.store.expect_backward(self.start, self._own_end(), kept=self.checkpoint_layers)
                         torch.autograd.backward(hidden, dhidden)
                     self.kept_attention.clear()
                     self.store.cut(self.start)
@@ -259,9 +310,14 @@ class Sequence:
         """Attention of one layer of the current chunk; the model calls this through the attention interface."""
         assert self.store is not None
         self.model.note_attention(layer, window)
-        past = self.store.past(layer, self.start, self.end)
+        past = self.store.past(layer, self.start, self._own_end())
         spec = Spec(
-            scale=scale, window=window, softcap=softcap, kernels=self.config.kernels, rule=self.config.page_rule
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            kernels=self.config.kernels,
+            rule=self.config.page_rule,
+            cuts=self.batch.cuts(self.start, self.end),
         )
         if not torch.is_grad_enabled():
             out, lse = attend(q, k, v, sinks, past, spec)
@@ -280,11 +336,12 @@ class Sequence:
 
     def _walk(self, phase: str, order: Iterable[int]) -> Iterator[int]:
         """Makes one chunk after the other the current one, and reports each when it is done."""
-        for done, index in enumerate(order, start=1):
+        for index in order:
             self.index, (self.start, self.end) = index, self.bounds[index]
             yield index
+            self.count.done[phase] += 1
             if self.engine.progress is not None:
-                self.engine.progress(phase, done, len(self.bounds))
+                self.engine.progress(phase, self.count.done[phase], self.count.total)
 
     def _hidden(self, grad: bool) -> Tensor:
         """Last hidden states [B, T, D] of the current chunk, with a graph or not."""
@@ -293,10 +350,15 @@ class Sequence:
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
         checkpointed = grad and self.checkpoint_layers
         assert self.store is not None
-        self.store.expect_forward(self.start, self.end, kept=grad)
+        self.store.expect_forward(self.start, self._own_end(), kept=grad)
         layer_calls = self.model.layer_calls(compiled=self._is_fused(), checkpointed=checkpointed)
         with layer_calls, torch.set_grad_enabled(grad):
-            return self.model.hidden(ids, self.start)
+            return self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))
+
+    def _own_end(self) -> int:
+        """Where the document ends that the chunk begins with: only that has a past."""
+        cuts = self.batch.cuts(self.start, self.end)
+        return self.start + cuts[0] if cuts else self.end
 
     def _targets(self) -> Tensor:
         return self.batch.targets[:, self.start : self.end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ class Batch:
 
     ids: Tensor
     targets: Tensor
+    starts: tuple[int, ...] = (0,)
+    """Where documents begin that do not see one another. More than one only in a batch of one sequence."""
 
     @classmethod
     def check(
@@ -60,8 +63,7 @@ class Batch:
         elif pad_token_id is not None and ids.shape[1] > 1:
             for row in ((ids[:, 0] == pad_token_id) & (ids[:, -1] != pad_token_id)).nonzero().flatten().tolist():
                 raise ValueError(_left_padding_text(row) + "; if this is text, pass an attention_mask of ones")
-        nothing = targets.new_full((len(targets), 1), IGNORED)
-        return cls(ids=ids, targets=torch.cat([targets[:, 1:], nothing], dim=1))
+        return cls(ids=ids, targets=shifted(targets))
 
     def chunks(self, chunk_size: int) -> list[tuple[int, int]]:
         """(start, end) of each chunk. Chunks after the last one with a target (padding, masked ends) are left out: no
@@ -70,6 +72,24 @@ class Batch:
         counted = (self.targets != IGNORED).any(0).nonzero().flatten()
         last = int(counted[-1]) if len(counted) else 0
         return [(start, min(length, start + chunk_size)) for start in range(0, last + 1, chunk_size)]
+
+    def cuts(self, start: int, end: int) -> tuple[int, ...]:
+        """Where in the chunk documents begin, other than at its own beginning."""
+        return tuple(at - start for at in self.starts if start < at < end)
+
+    def positions(self, start: int, end: int, device: torch.device) -> Tensor:
+        """[1, T]: the place of each token of the chunk in its document."""
+        first = self.starts[bisect_right(self.starts, start) - 1]
+        found = torch.arange(start - first, end - first, device=device)
+        for cut in self.cuts(start, end):
+            found[cut:] = torch.arange(end - start - cut, device=device)
+        return found.unsqueeze(0)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The target of every position: the label of the next one, along the last dimension."""
+    nothing = labels.new_full((*labels.shape[:-1], 1), IGNORED)
+    return torch.cat([labels[..., 1:], nothing], dim=-1)
 
 
 def _whole_numbers(name: str, x: Tensor) -> Tensor:

@@ -134,12 +134,11 @@ class CausalLM:
         """Window of every layer that has attended in the forward under way."""
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
 
-    def hidden(self, ids_BT: Tensor, start: int) -> Tensor:
-        """Last hidden states [B, T, D] of tokens that stand at `start` and after."""
-        positions = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
+    def hidden(self, ids_BT: Tensor, positions_1T: Tensor) -> Tensor:
+        """Last hidden states [B, T, D] of tokens that stand at these positions."""
         self._windows = {}
         try:
-            hidden = self.backbone(input_ids=ids_BT, position_ids=positions, use_cache=False)[0]
+            hidden = self.backbone(input_ids=ids_BT, position_ids=positions_1T, use_cache=False)[0]
             refuse_idle_layers(self.lm, self.layers, self._windows, self.total_length)
         finally:
             self._windows = None
@@ -152,7 +151,7 @@ class CausalLM:
         outer, _running = _running, (recorder := _Recorder(self))
         try:
             with torch.no_grad():
-                self.hidden(torch.zeros(1, 1, dtype=torch.long, device=self.device), 0)
+                self.hidden(*torch.zeros(2, 1, 1, dtype=torch.long, device=self.device))
         finally:
             _running = outer
         return recorder.shapes

@@ -31,7 +31,7 @@ LAYERS = [
     {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options"},
     {"triton_pages", "triton_select", "rounding", "quantise"},
     {"memory", "attention", "grads", "inputs", "moments"},
-    {"plan", "model", "optim"},
+    {"plan", "model", "optim", "documents"},
     {"facts", "advice"},
     {"forecast"},
     {"budget", "planner"},

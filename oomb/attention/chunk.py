@@ -7,12 +7,13 @@ in hand they need no kernel. Shapes as in `reference.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomb.attention import dense, sparse
+from oomb.attention import dense, packed, sparse
 from oomb.attention.dense import Past
 from oomb.attention.sparse import ChosenPast
 
@@ -27,6 +28,8 @@ class Spec:
     kernels: str = "auto"
     rule: str = "mass"
     """How pages are chosen, where they are."""
+    cuts: tuple[int, ...] = ()
+    """Where in the chunk other documents begin. What stands before the first cut sees the past, they do not."""
 
 
 def attend(
@@ -34,10 +37,16 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of the chunk's queries over the past and the chunk itself."""
     with _without_autocast(q):
+        dtype = q.dtype if sinks is None else None
+        own = _own(q, spec), _own(k, spec), _own(v, spec)
         if isinstance(past, ChosenPast):
-            out, lse = sparse.forward(q, k, v, past, spec)
+            out, lse = sparse.forward(*own, past, spec)
         else:
-            out, lse = dense.forward(q, k, v, past, spec, q.dtype if sinks is None else None)
+            out, lse = dense.forward(*own, past, spec, dtype)
+        if spec.cuts:
+            rest = partial(_others, spec=spec)
+            out_rest, lse_rest = packed.forward(rest(q), rest(k), rest(v), _starts(spec), spec, dtype)
+            out, lse = torch.cat([out, out_rest], 2), torch.cat([lse, lse_rest], 2)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
             out, lse = out * (lse - whole).exp().unsqueeze(-1), whole
@@ -56,17 +65,36 @@ def attend_backward(
     spec: Spec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the chunk's q, k, v and of the sinks. Those of the past go into its gradient pages."""
+    own = _own(dout, spec), _own(q, spec), _own(k, spec), _own(v, spec), _own(out, spec), _own(lse, spec)
     if isinstance(past, ChosenPast):
-        dq, *own = sparse.backward(dout, q, k, v, out, lse, past, spec)
+        dq, dk, dv = sparse.backward(*own, past, spec)
     else:
-        dq, *own = dense.backward(dout, q, k, v, out, lse, past, spec)
-    dk, dv = past.with_later(*own)
+        dq, dk, dv = dense.backward(*own, past, spec)
+    dk, dv = past.with_later(dk, dv)
+    if spec.cuts:
+        rest = partial(_others, spec=spec)
+        others = packed.backward(rest(dout), rest(q), rest(k), rest(v), rest(out), rest(lse), _starts(spec), spec)
+        dq, dk, dv = (torch.cat(both, 2) for both in zip((dq, dk, dv), others, strict=True))
     dsinks = None
     if sinks is not None:
         # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
         delta = (dout.to(lse.dtype) * out).sum(-1)
         dsinks = -((sinks.to(lse.dtype).view(1, -1, 1) - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _own(x: Tensor, spec: Spec) -> Tensor:
+    """What stands before the first cut."""
+    return x[:, :, : spec.cuts[0]] if spec.cuts else x
+
+
+def _others(x: Tensor, spec: Spec) -> Tensor:
+    return x[:, :, spec.cuts[0] :]
+
+
+def _starts(spec: Spec) -> tuple[int, ...]:
+    """Where the other documents begin, counted from the first of them."""
+    return tuple(cut - spec.cuts[0] for cut in spec.cuts)
 
 
 class ChunkAttention(torch.autograd.Function):

@@ -86,7 +86,12 @@ def backward(
 
 def pick(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Kernel:
     """The kernel for a chunk after `past_length` tokens."""
-    ask = Ask(
+    return choose(spec.kernels, ask(q, v, past_length, spec))
+
+
+def ask(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Ask:
+    """What such a chunk asks of a kernel."""
+    return Ask(
         device=q.device.type,
         dtype=q.dtype,
         head_size=q.shape[-1],
@@ -94,7 +99,6 @@ def pick(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Kernel:
         window=_window(q, past_length, spec) is not None,
         softcap=spec.softcap is not None,
     )
-    return choose(spec.kernels, ask)
 
 
 def _window(q: Tensor, past_length: int, spec: Spec) -> int | None:

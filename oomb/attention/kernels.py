@@ -121,7 +121,7 @@ def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, window: int | None = None, softcap: None = None
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._flash_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, **_flash_mask(causal, window),
+        *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, **flash_mask(causal, window),
         return_debug_mask=False, scale=scale,
     )  # fmt: skip
     return out.transpose(1, 2), lse
@@ -144,13 +144,13 @@ def _flash_backward(
     none = torch.empty(0, device=q.device)
     grads = aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse, None, None, q.shape[2], k.shape[2], 0.0,
-        **_flash_mask(causal, window), rng_state=rng, unused=none, scale=scale,
+        **flash_mask(causal, window), rng_state=rng, unused=none, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
     return dq, dk, dv
 
 
-def _flash_mask(causal: bool, window: int | None) -> dict[str, object]:
+def flash_mask(causal: bool, window: int | None) -> dict[str, object]:
     if window is None:
         return {"is_causal": causal}
     return {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
