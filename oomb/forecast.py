@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import exp
 
+import torch
+
 from oomb.advice import advice, longest_context
 from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory import GAPS, GPU, HOST
 from oomb.metrics import GIB
+from oomb.moments import field_sizes
 from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
 
 PEAK_TFLOPS = {
@@ -65,6 +68,7 @@ PCIE_4 = ("A100", "L40S", "RTX 4090", "RTX 3090")
 
 CONTEXT_BYTES = GIB // 2
 """The CUDA context with its kernels, which PyTorch does not see."""
+STATES = "optimizer states"
 WORKSPACE_BYTES = 80 << 20
 """cuBLAS and the like: 0.06 GiB beside the weights of Llama-3.1-8B and Qwen2.5-0.5B, 0.04 to 0.10 of Qwen2.5-7B."""
 SUMS_SHARE = 0.25
@@ -77,7 +81,15 @@ STATE_BYTES: dict[str, Callable[[ModelFacts], int]] = {
     "adamw": lambda facts: 2 * facts.grad_bytes,
     "adamw_8bit": lambda facts: 2 * facts.trainable_elements,
 }
-"""What an optimizer keeps from step to step."""
+"""What an optimizer keeps on the GPU from step to step."""
+OFFLOADED_STATES = {
+    "offloaded_adamw": "float32",
+    "offloaded_adamw_bf16": "bfloat16",
+    "offloaded_adamw_8bit": "8bit",
+}
+"""`oomb.OffloadedAdamW`, by its `state_dtype`: its states rest in host memory. What it takes of the GPU during its step
+is less than the activations that are gone by then."""
+OPTIMIZERS = (*STATE_BYTES, *OFFLOADED_STATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +155,9 @@ class Plan:
 
     @property
     def host_limit(self) -> int:
-        """What may be taken of the host's memory."""
-        return host_budget(self.config, self.machine.host_bytes)
+        """What may be taken of the host's memory, optimizer states included."""
+        states = sum(term.num_bytes for term in self.terms if (term.name, term.tier) == (STATES, HOST))
+        return states + host_budget(self.config, max(0, self.machine.host_bytes - states))
 
     @property
     def page_limit(self) -> int:
@@ -175,7 +188,7 @@ def forecast(
         optimizer=optimizer,
         float32_sums=request.float32_sums,
         placement=placement,
-        terms=step_terms(request, placement),
+        terms=step_terms(request, placement, optimizer),
         seconds=predict_seconds(request, placement, machine),
         longest_context=longest_context(request),
         problem=problem,
@@ -187,14 +200,14 @@ def request_for(
     facts: ModelFacts, config: Config, machine: Machine, *, batch_size: int, length: int, optimizer: str, trains: bool
 ) -> Request:
     """What the planner is asked for such a step."""
-    if optimizer not in STATE_BYTES:
-        raise ValueError(f"unknown optimizer {optimizer!r}; its states are known for {', '.join(STATE_BYTES)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {optimizer!r}; its states are known for {', '.join(OPTIMIZERS)}")
     if length < 2 or batch_size < 1:
         raise ValueError(f"a step has 2 tokens or more in 1 sequence or more, not {length} in {batch_size}")
     float32_sums = config.param_grad_dtype == "float32"
     if config.param_grad_dtype == "auto":
         float32_sums = facts.missing_grad_bytes(True) <= SUMS_SHARE * machine.gpu_bytes
-    states = STATE_BYTES[optimizer](facts) if trains else 0
+    on_gpu, on_host = state_bytes(optimizer, facts) if trains else (0, 0)
     return Request(
         facts=facts,
         config=config,
@@ -204,20 +217,31 @@ def request_for(
         float32_sums=float32_sums,
         fused=config.fuse != "off",
         gpu_room=usable_bytes(machine) - facts.weight_bytes - WORKSPACE_BYTES,
-        host_room=machine.host_bytes,
+        host_room=max(0, machine.host_bytes - on_host),
         missing_grad_bytes=facts.missing_grad_bytes(float32_sums),
         # What a training run must fit is its second step.
-        state_bytes=states,
+        state_bytes=on_gpu,
         optimizer_bytes=0,
     )
 
 
-def step_terms(request: Request, placement: Placement) -> tuple[Term, ...]:
+def state_bytes(optimizer: str, facts: ModelFacts) -> tuple[int, int]:
+    """What an optimizer keeps from step to step, on the GPU and on the host."""
+    if optimizer in OFFLOADED_STATES:
+        all_parameters = torch.empty(facts.trainable_elements, device="meta")
+        fields = field_sizes(all_parameters, OFFLOADED_STATES[optimizer])
+        return 0, sum(dtype.itemsize * count for dtype, count in fields.values())
+    return STATE_BYTES[optimizer](facts), 0
+
+
+def step_terms(request: Request, placement: Placement, optimizer: str = "none") -> tuple[Term, ...]:
     """Every use of memory of a step."""
+    on_host = state_bytes(optimizer, request.facts)[1] if request.trains else 0
     fixed = [
         Term(name="weights", tier=GPU, num_bytes=request.facts.weight_bytes),
         Term(name="kernel workspaces", tier=GPU, num_bytes=WORKSPACE_BYTES),
-        Term(name="optimizer states", tier=GPU, num_bytes=request.state_bytes),
+        Term(name=STATES, tier=GPU, num_bytes=request.state_bytes),
+        Term(name=STATES, tier=HOST, num_bytes=on_host),
     ]
     return tuple(term for term in (*fixed, *placement.terms) if term.num_bytes)
 

@@ -129,7 +129,8 @@ OptimizerStates = Annotated[
     str,
     typer.Option(
         "--optimizer",
-        help="Whose states to count: adamw, adamw_8bit, momentum, sgd or none.",
+        help="Whose states to count: adamw, adamw_8bit, momentum, sgd, none; or in host memory offloaded_adamw, "
+        "offloaded_adamw_bf16, offloaded_adamw_8bit.",
         rich_help_panel=OPTIMIZER,
     ),
 ]

@@ -205,7 +205,7 @@ class Forecast:
             optimizer=plan.optimizer,
             trains=True,
         )
-        return step_terms(request, place(request)[0])
+        return step_terms(request, place(request)[0], plan.optimizer)
 
 
 def _curves(plans: Sequence[tuple[Term, ...]], tier: str) -> tuple[list[str], list[list[float]]]:

@@ -316,10 +316,18 @@ def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
 
 def test_forecast_counts_what_a_training_run_holds() -> None:
     full = facts_for("qwen2.5-7b")
-    plans = {name: forecast(full, Config(), H200, length=2**15, optimizer=name) for name in forecasting.STATE_BYTES}
+    plans = {name: forecast(full, Config(), H200, length=2**15, optimizer=name) for name in forecasting.OPTIMIZERS}
     sizes = {name: plan.peak_gpu_bytes - plan.placement.gpu_bytes for name, plan in plans.items()}
     assert sizes["adamw"] - sizes["none"] == 2 * full.grad_bytes
     assert sizes["adamw_8bit"] - sizes["none"] == full.grad_bytes == sizes["momentum"] - sizes["sgd"]
+    for name, bytes_each in (
+        ("offloaded_adamw", 8),
+        ("offloaded_adamw_bf16", 4),
+        ("offloaded_adamw_8bit", 2 + 8 / 256),
+    ):
+        assert sizes[name] == sizes["none"]
+        assert plans[name].host_bytes == pytest.approx(bytes_each * full.trainable_elements, rel=1e-6)
+        assert plans[name].host_limit == pytest.approx(0.9 * H200.host_bytes + 0.1 * plans[name].host_bytes)
     # A quarter of an 80 GiB card is less than float32 sums take.
     assert not forecast(full, Config(), machine_named("H100", 2**37), length=2**15).float32_sums
     with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
