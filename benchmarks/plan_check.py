@@ -26,11 +26,14 @@ from oomb import metrics
 from oomb.config import Config, parse_bytes
 from oomb.engine import Engine
 from oomb.facts import facts_of
-from oomb.forecast import CONTEXT_BYTES, Machine, Plan, forecast
+from oomb.forecast import CONTEXT_BYTES, OFFLOADED_STATES, Machine, Plan, forecast
+from oomb.memory import free_host_bytes
+from oomb.optim import OffloadedAdamW
 from oomb.options import parse_list, parse_tokens
 from oomb.planner import find_machine, with_lora
 from oomb.presets import load_model
 
+EIGHT_BITS: dict[str, Any] = {"page_budget": 64, "page_size": 128, "kv_dtype": "int8", "grad_dtype": "int8"}
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "full": (False, {"chunk_size": 8192, "checkpoint_layers": False, "param_grad_dtype": "float32"}),
     "full-lean": (False, {"chunk_size": 4096, "checkpoint_layers": True, "param_grad_dtype": "param"}),
@@ -45,6 +48,8 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "lora": (True, {"chunk_size": 4096, "checkpoint_layers": False}),
     "lora-lean": (True, {"chunk_size": 4096, "checkpoint_layers": True}),
     "lora-default": (True, {"keep_attention": "auto"}),
+    "lora-8bit": (True, {**EIGHT_BITS}),
+    "full-8bit": (False, {**EIGHT_BITS, "param_grad_dtype": "param", "checkpoint_layers": True}),
 }
 """Whether LoRA is trained, and the settings."""
 PLACES: dict[str, dict[str, Any]] = {
@@ -52,9 +57,14 @@ PLACES: dict[str, dict[str, Any]] = {
     "half": {},
     "host": {"gpu_memory": 0, "host_memory": "auto"},
     "auto": {},
+    "brim": {"gpu_memory": "1TiB", "host_memory": "1TiB"},
 }
-"""All pages on the GPU; the older half of them; none; as the plan decides."""
+"""All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim."""
+SPARE_HOST_BYTES = 3 << 30
+"""What "brim" leaves of the host's memory to all else."""
 TOLERANCE = 0.03
+WARM_UP_CHUNKS = {"dense": 3, "chosen": 16}
+"""After so many chunks every kernel has been built."""
 
 
 @dataclass(kw_only=True)
@@ -74,6 +84,11 @@ class Row:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     waited_seconds: float = 0.0
+    optimizer: str = "none"
+    optimizer_seconds: float | None = None
+    reserve_seconds: float = 0.0
+    """Pinning host memory, once in a run."""
+    loss: float | None = None
     terms: list[dict[str, Any]] | None = None
     problem: str | None = None
 
@@ -91,6 +106,9 @@ def main(
     cases: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = ",".join(CASES),
     places: Annotated[str, typer.Option(help=f"Some of {', '.join(PLACES)}.")] = "gpu,host",
     model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = "qwen2.5-7b",
+    optimizer: Annotated[
+        str, typer.Option(help="none, adamw, or an offloaded one of `oomb plan`: the step is then a whole one.")
+    ] = "none",
     limit: Annotated[str | None, typer.Option(help="Hold the process to so much GPU memory, as in 24GiB.")] = None,
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/plan_check.json"),
 ) -> None:
@@ -114,32 +132,50 @@ def main(
         for case in mine:
             for place in parse_list(places, str.strip):
                 for context in parse_list(contexts, parse_tokens):
-                    row = check(network, machine, compiled, case, place, context)
+                    row = check(network, machine, compiled, case, place, context, optimizer)
                     rows.append(row)
+                    write(out, model, limit, rows)
                     figures = (
                         f"{row.measured_seconds:.2f} s, waited {row.waited_seconds:.3f} s, {row.measured_gpu_bytes}"
                     )
                     console.print(f"{case}, {place}, {context:,}: {row.problem or figures}", style="dim")
         del network, compiled
         clear()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"model": model, "machine": metrics.machine(), "limit": limit, "rows": [asdict(row) for row in rows]}
-    out.write_text(json.dumps(report, indent=1) + "\n")
     console.print(table(rows))
     console.print(f"written to {out}")
     raise typer.Exit(0 if all(row.is_right for row in rows) else 1)
 
 
-def check(network: nn.Module, machine: Machine, compiled: dict[Any, Any], case: str, place: str, context: int) -> Row:
+def write(path: Path, model: str, limit: str | None, rows: list[Row]) -> None:
+    """After every row: a run that is cut off keeps what it has measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"model": model, "machine": metrics.machine(), "limit": limit, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def check(
+    network: nn.Module,
+    machine: Machine,
+    compiled: dict[Any, Any],
+    case: str,
+    place: str,
+    context: int,
+    optimizer: str = "none",
+) -> Row:
     """Predicts a step, takes it, and puts both side by side."""
     settings: dict[str, Any] = {"keep_attention": False, "keep_last_chunk": "auto", **CASES[case][1], **PLACES[place]}
     facts = facts_of(network)
     if place == "half":
         whole = forecast(facts, Config(**{**settings, "gpu_memory": 0}), machine, length=context, optimizer="none")
         settings["gpu_memory"] = whole.placement.host_bytes // 2
-    row = Row(case=case, place=place, context=context, settings=settings)
+    states = make_optimizer(optimizer, network)
+    if place == "brim":
+        # What is free now, with the optimizer's states in their place.
+        settings["host_memory"] = max(0, free_host_bytes() - SPARE_HOST_BYTES)
+        machine = replace(machine, host_bytes=free_host_bytes() + getattr(states, "host_bytes", 0))
+    row = Row(case=case, place=place, context=context, settings=settings, optimizer=optimizer)
     config = Config(**settings)
-    plan: Plan = forecast(facts, config, machine, length=context, optimizer="none")
+    plan: Plan = forecast(facts, config, machine, length=context, optimizer=optimizer)
     if not plan.fits:
         row.problem = f"predicted not to fit: {plan.problem}"
         return row
@@ -148,7 +184,7 @@ def check(network: nn.Module, machine: Machine, compiled: dict[Any, Any], case: 
     engine = Engine(network, config)
     engine.model._compiled = compiled
     try:
-        measure(engine, network, context, row)
+        measure(engine, network, context, row, states)
     except (torch.OutOfMemoryError, MemoryError) as error:
         row.problem = f"out of memory: {str(error).splitlines()[0]}"
     finally:
@@ -158,23 +194,49 @@ def check(network: nn.Module, machine: Machine, compiled: dict[Any, Any], case: 
     return row
 
 
-def measure(engine: Engine, network: nn.Module, context: int, row: Row) -> None:
+def make_optimizer(name: str, network: nn.Module) -> Any:
+    """None, or an optimizer. Its learning rate is small: random weights are to stay about as they are."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    if name == "none":
+        return None
+    if name not in OFFLOADED_STATES:
+        return torch.optim.AdamW(parameters, lr=1e-7)
+    optimizer = OffloadedAdamW(parameters, lr=1e-7, state_dtype=OFFLOADED_STATES[name])
+    optimizer.reserve()
+    return optimizer
+
+
+def measure(engine: Engine, network: nn.Module, context: int, row: Row, optimizer: Any = None) -> None:
     ids = torch.randint(1, engine.model.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
     # Pinning host memory and building kernels belong to a run's first step.
-    engine.reserve(1, context)
-    timed(lambda: engine.loss(ids[:, : 3 * engine.config.chunk_size]).backward())
+    row.reserve_seconds = timed(lambda: engine.reserve(1, context))
+    chunks = WARM_UP_CHUNKS["dense" if engine.config.page_budget is None else "chosen"]
+    timed(lambda: engine.loss(ids[:, : chunks * engine.config.chunk_size]).backward())
+    if optimizer is not None:
+        # From its first step on plain AdamW has states, which the plan counts.
+        optimizer.step()
     network.zero_grad(set_to_none=True)
     clear()
     engine.reset_stats()
     meter = metrics.MemoryMeter(engine.model.device)
-    row.measured_seconds = timed(lambda: engine.loss(ids).backward())
+    losses = []
+
+    def step() -> None:
+        losses.append(engine.loss(ids))
+        losses[0].backward()
+
+    row.measured_seconds = timed(step)
+    row.loss = float(losses.pop().detach())
+    if optimizer is not None:
+        row.optimizer_seconds = timed(optimizer.step)
     row.measured_gpu_bytes = meter.peak_bytes
     stats = engine.stats
-    row.measured_host_bytes, row.waited_seconds = stats.host_peak_bytes, stats.waited_seconds
+    row.measured_host_bytes = stats.host_peak_bytes + getattr(optimizer, "host_bytes", 0)
+    row.waited_seconds = stats.waited_seconds
     row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
 
 
-def timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], Any]) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
     step()
