@@ -150,7 +150,8 @@ def compare(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str,
     sums = torch.stack(
         [
             torch.stack([dot(grads[name], ref), dot(grads[name], grads[name]), dot(ref, ref), dot(off, off)])
-            for name, ref in reference.items()
+            for name, given in reference.items()
+            for ref in [given.to(grads[name].device)]
             for off in [grads[name] - ref]
         ]
     ).cpu()
