@@ -10,6 +10,7 @@ import typer
 from oomb import __version__
 from oomb.commands.bench import bench
 from oomb.commands.plan import plan
+from oomb.commands.tokenize import tokenize
 from oomb.commands.train import train
 from oomb.commands.verify import verify
 
@@ -19,7 +20,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
-    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb plan[/] says what will fit, before anything "
+    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb tokenize[/] prepares large datasets. "
+    "[bold]oomb plan[/] says what will fit, before anything "
     "is allocated. [bold]oomb verify MODEL[/] checks the gradients of your own model. [bold]oomb bench[/] measures "
     "time and memory beside standard training.",
 )
@@ -40,7 +42,7 @@ def _main(
     pass
 
 
-for command in (train, plan, verify, bench):
+for command in (train, tokenize, plan, verify, bench):
     # Its help is its docstring, each paragraph one line for the terminal to wrap.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)

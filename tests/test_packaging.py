@@ -131,7 +131,7 @@ def test_third_party_imports_are_declared() -> None:
     core = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["dependencies"]}
     extras = {
         re.split(r"[<>=\[ ]", entry)[0]
-        for extra in ("peft", "plot")
+        for extra in ("peft", "plot", "datasets")
         for entry in project["optional-dependencies"][extra]
     }
     for name, path in modules().items():
