@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -185,8 +186,12 @@ def test_the_loss_of_a_conversation_is_on_the_assistants_turns(
     split = opened(path, tokenizer=tokenizer, max_length=500)
     assert split.packing == "documents"
     assert learnt(split, tokenizer) == [["Fine.<|stop|>\n", " Still\nfine, thank you.<|stop|>\n"]]
-    [(ids, _)] = examples(split.train)
-    assert ids == tokenizer.apply_chat_template(HELLO, return_dict=True)["input_ids"]
+    [(ids, labels)] = examples(split.train)
+    theirs = tokenizer.apply_chat_template(HELLO, return_dict=True, return_assistant_tokens_mask=template == MARKED)
+    assert ids == theirs["input_ids"]
+    if template == MARKED and first is not None:
+        # Where offsets are not trimmed, the mask of transformers is right.
+        assert [label != -100 for label in labels] == [bool(is_said) for is_said in theirs["assistant_masks"]]
 
 
 def test_a_conversation_of_a_hundred_turns(tmp_path: Path) -> None:
@@ -393,3 +398,36 @@ def test_saved_datasets_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"saved is read by the datasets package: pip install oomb\[datasets\]"):
         opened(tmp_path / "saved")
+
+
+def shown(language: str) -> list[str]:
+    text = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_lines_that_the_documentation_shows(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "a.jsonl", small_tokenizer()
+    found = []
+    for lines in shown("json"):
+        path.write_text(lines)
+        split = opened(path, tokenizer=tokenizer, max_length=1000, packing="documents")
+        assert split.num_documents == len(lines.splitlines())
+        found += [said for example in learnt(split, tokenizer) for said in example]
+    assert {"4<|stop|>\n", " Paris<|end|>", "The first document.<|end|>"} <= set(found)
+
+
+def test_the_program_that_the_documentation_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "chats.jsonl", *[{"messages": HELLO}] * 3, {"messages": []})
+    names: dict[str, Any] = {"tokenizer": small_tokenizer()}
+    [program] = shown("python")
+    exec(program, names)
+    assert (len(names["split"].train), len(names["split"].held_out)) == (2, 1)
+    assert set(names["example"]) == {"input_ids", "labels"}
+
+
+def test_the_repository_that_the_documentation_shows(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("from pkg.core import run\n")
+    (tmp_path / "pkg" / "core.py").write_text("def run():\n    return 42\n")
+    assert texts(opened(tmp_path, join="repository", packing="documents", max_length=999)) == shown("text")[:1]
