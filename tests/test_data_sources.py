@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from small_tokenizer import CHAT, MARKED, small_tokenizer
 
 from oomb import data
 from oomb.data import tokens as slices
+from oomb.data.sources import open_source
 
 THINKING = "{{ '<think>' if loop.last and message['role'] == 'assistant' }}"
 
@@ -127,6 +129,30 @@ def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
         opened(only)
 
 
+def test_files_that_look_like_records_are_pointed_out(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    [note] = opened(tmp_path / "a.json", max_length=8).notes
+    assert note.endswith("a.json is read as plain text; records are lines of JSON in a .jsonl file")
+    assert opened(tmp_path, max_length=8).notes == ()
+
+
+def test_an_unpacked_file_goes_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    path = write_lines(tmp_path / "a.jsonl.gz", {"text": "a word"})
+    source = open_source(str(path))
+    copy = pickle.loads(pickle.dumps(source))
+    assert len(list((tmp_path / "tmp").iterdir())) == 1
+    assert copy.read(0) == source.read(0)
+    del copy
+    assert source.read(0).fields == {"text": "a word"}
+    del source
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="not a whole gzip file"):
+        open_source(str(path))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
 def test_a_repository_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "z.py").write_text("z = 1")
@@ -211,7 +237,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_p
     path = write_lines(tmp_path / "a.jsonl", {"messages": HELLO})
     # As templates of reasoning models do, which leave out all thoughts but the last.
     thinking = CHAT.replace("{{ message['content'] }}", THINKING + "{{ message['content'] }}")
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template writes message 2 otherwise.*% generation %"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template writes message 2, or .*% generation %"):
         opened(path, tokenizer=small_tokenizer(thinking))
     one_turn = write_lines(tmp_path / "b.jsonl", {"messages": HELLO[:3]})
     assert learnt(opened(one_turn, tokenizer=small_tokenizer(thinking)), small_tokenizer()) == [

@@ -107,8 +107,12 @@ def tokenize(
             overwrite=overwrite,
         )
         started = time.monotonic()
-        with _shown(console) as report:
-            result = tokenizing.tokenize(job, report)
+        try:
+            with _shown(console) as report:
+                result = tokenizing.tokenize(job, report)
+        except KeyboardInterrupt:
+            console.print("finished shards are kept: the same command goes on from there")
+            raise
         for note in result.notes:
             console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
         kept = f", {result.num_kept:,} of them there already" if result.num_kept else ""

@@ -76,8 +76,8 @@ class Chat:
             upto = text if is_last else self._render(messages[: index + 1], tools, where)
             if not (text.startswith(head) and text.startswith(upto) and len(head) <= len(upto)):
                 raise ValueError(
-                    f"{where}: the chat template writes message {index} otherwise when more messages follow, so the "
-                    f"assistant's part cannot be told; {REMEDY}"
+                    f"{where}: the chat template writes message {index}, or what leads up to it, otherwise when the "
+                    f"conversation ends there, so the assistant's part cannot be told; {REMEDY}"
                 )
             turns.append((len(head), len(upto)))
         return self._tokens(text, turns, where)

@@ -120,7 +120,7 @@ class Encoder:
         if self._tokenizer is None:
             return NUM_BYTE_IDS
         vocabulary = self._tokenizer.get_vocab()
-        return max(len(vocabulary), *vocabulary.values(), *self.separator, *self.prefix) + 1
+        return max(len(vocabulary), max(vocabulary.values()) + 1)
 
     def fingerprint(self) -> str:
         """Equal for tokenizers that give the same ids. Of the chat template too, where it is used."""

@@ -88,9 +88,7 @@ def record_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.json"
 
 
-def write_shard(
-    folder: Path, number: int, digest: str, dtype: str, documents: Iterable[Encoded], tally: Tally
-) -> dict[str, Any]:
+def write_shard(folder: Path, number: int, digest: str, dtype: str, documents: Iterable[Encoded], tally: Tally) -> None:
     """Tokens first, the record last. `tally` is complete once the documents have been read."""
     parts: list[np.ndarray] = []
     ends: list[int] = []
@@ -117,29 +115,29 @@ def write_shard(
         "tally": tally.as_dict(),
     }
     write_json(record_path(folder, number), record)
-    return record
 
 
-def finished_shard(folder: Path, number: int, digest: str) -> dict[str, Any] | None:
-    """The record of a shard that is there, of this plan, and whole."""
+def is_finished(folder: Path, number: int, digest: str) -> bool:
+    """Whether a shard is there, of this plan, and whole."""
     try:
         record = json.loads(record_path(folder, number).read_text())
-        with (folder / tokens_name(number)).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = _checksum(folder / tokens_name(number))
     except (OSError, ValueError):
-        return None
-    return record if record.get("digest") == digest and record.get("sha256") == found else None
+        return False
+    return record.get("digest") == digest and record.get("sha256") == found
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_whole(folder: Path, manifest: dict[str, Any]) -> bool:
     """Whether the tokens of a complete folder are those that were written."""
     for shard in manifest["shards"]:
         path = folder / shard["name"]
-        if not path.is_file():
+        if not path.is_file() or _checksum(path) != shard["sha256"]:
             return False
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                return False
     index = [name for name in manifest["bytes"] if name in (DOCUMENTS, LEARNT)]
     return all((folder / n).is_file() and (folder / n).stat().st_size == manifest["bytes"][n] for n in index)
 
@@ -151,33 +149,36 @@ def begin(folder: Path, plan: dict[str, Any], num_shards: int) -> None:
     )
 
 
-def finish(folder: Path, plan: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> dict[str, Any]:
     """Joins what the shards know of their documents, and declares the folder complete."""
-    bases = np.cumsum([0, *(record["num_tokens"] for record in records)])
-    ends = [np.asarray(record["ends"], dtype=np.int64) + base for record, base in zip(records, bases)]
-    names = [record["name"] for record in records] + [DOCUMENTS]
+    num_tokens, tally = 0, Tally()
+    kept: list[dict[str, Any]] = []
+    ends: list[np.ndarray] = []
+    learnt: list[np.ndarray] = []
+    for number in range(num_shards):
+        record = json.loads(record_path(folder, number).read_text())
+        ends.append(np.asarray(record["ends"], dtype=np.int64) + num_tokens)
+        if record["spans"] is not None:
+            learnt.append(np.asarray(record["spans"], dtype=np.int64).reshape(-1, 2) + num_tokens)
+        num_tokens += record["num_tokens"]
+        tally.add(Tally(**record["tally"]))
+        kept.append({key: record[key] for key in ("name", "num_tokens", "sha256")})
+    tally.refuse_nothing(source)
+    names = [*(shard["name"] for shard in kept), DOCUMENTS]
     write_array(folder / DOCUMENTS, np.concatenate(ends))
-    learnt = [
-        np.asarray(record["spans"], dtype=np.int64).reshape(-1, 2) + base
-        for record, base in zip(records, bases)
-        if record["spans"] is not None
-    ]
     if learnt:
         write_array(folder / LEARNT, np.concatenate(learnt))
         names.append(LEARNT)
-    tally = Tally()
-    for record in records:
-        tally.add(Tally(**record["tally"]))
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "complete": True,
-        "num_shards": len(records),
-        "num_tokens": int(bases[-1]),
+        "num_shards": num_shards,
+        "num_tokens": num_tokens,
         "plan": plan,
         "tally": tally.as_dict(),
         "bytes": {name: (folder / name).stat().st_size for name in names},
-        "shards": [{key: record[key] for key in ("name", "num_tokens", "sha256")} for record in records],
+        "shards": kept,
     }
     write_json(folder / MANIFEST, manifest)
     return manifest

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import shutil
 import sysconfig
 import tempfile
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,9 @@ SPLIT = "train"
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 RECORD_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
+LIKE_RECORDS = (".json", ".csv", ".tsv")
+"""Files that one may take for records."""
+
 SHOW = '{"text": "…"}, {"messages": […]} or {"prompt": "…", "completion": "…"}'
 
 # Tests come with some Python installations and not with others; without them the text is nearly the same everywhere.
@@ -129,18 +134,18 @@ class JsonRecords(Source):
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
         self._read_from = path
-        self._unpacked: Any = None
+        self._removal: Any = None
         if path.suffix == ".gz":
-            # Lines of a compressed file cannot be found by number. The file goes when this object does.
-            self._unpacked = _unpack(path)
-            self._read_from = Path(self._unpacked.name)
+            # Lines of a compressed file cannot be found by number.
+            self._read_from = _unpack(path)
+            self._removal = weakref.finalize(self, self._read_from.unlink, missing_ok=True)
         self._spans, self._numbers = _find_lines(self._read_from, self.path)
         if len(self._spans) == 0:
             raise ValueError(f"{path} holds no lines; one document a line is expected: {SHOW}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Other processes read the unpacked file too, and leave its removal to this one."""
-        return {**self.__dict__, "_unpacked": None}
+        return {**self.__dict__, "_removal": None}
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -233,7 +238,10 @@ def open_source(dataset: str, join: str = "documents") -> Source:
         opened = [_open_records(path) for path in sorted(paths)]
         return opened[0] if len(opened) == 1 else Several(opened, root)
     # Old modules of the standard library are in Latin-1 here and there.
-    return TextFiles(paths, root, any_encoding=dataset == STDLIB)
+    source = TextFiles(paths, root, any_encoding=dataset == STDLIB)
+    if len(paths) == 1 and root.suffix in LIKE_RECORDS:
+        source.notes = (f"{root} is read as plain text; records are lines of JSON in a .jsonl file",)
+    return source
 
 
 def find_documents(dataset: str) -> tuple[list[Path], Path]:
@@ -322,23 +330,28 @@ def _find_lines(path: Path, called: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([starts, stops], axis=1)[~is_blank], np.flatnonzero(~is_blank) + 1
 
 
-def _unpack(path: Path) -> Any:
-    unpacked = tempfile.NamedTemporaryFile(prefix="oomb-", suffix=".jsonl")  # noqa: SIM115
+def _unpack(path: Path) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="oomb-", suffix=".jsonl")
     try:
-        with gzip.open(path) as packed:
-            while piece := packed.read(_SCAN_BYTES):
-                unpacked.write(piece)
-        unpacked.flush()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
-    except PermissionError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except OSError as error:
-        raise ValueError(
+        with open(descriptor, "wb") as unpacked, gzip.open(path) as packed:
+            shutil.copyfileobj(packed, unpacked, _SCAN_BYTES)
+        return Path(name)
+    except BaseException as error:
+        Path(name).unlink(missing_ok=True)
+        raise _unpacking_failed(path, error) from error
+
+
+def _unpacking_failed(path: Path, error: BaseException) -> BaseException:
+    if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
+        return ValueError(f"{path} is not a whole gzip file: {error}")
+    if isinstance(error, PermissionError):
+        return ValueError(f"{path} cannot be read: {error.strerror}")
+    if isinstance(error, OSError):
+        return ValueError(
             f"{path} cannot be unpacked into {tempfile.gettempdir()}: {error.strerror or error}; "
             "set TMPDIR to a folder with more room"
-        ) from error
-    return unpacked
+        )
+    return error
 
 
 def _open_records(path: Path) -> Source:

@@ -69,7 +69,7 @@ class Work:
     digest: str
     dtype: str
 
-    def write(self, number: int, encoder: Encoder, advance: Callable[[int], None]) -> dict[str, Any]:
+    def write(self, number: int, encoder: Encoder, advance: Callable[[int], None]) -> None:
         tally = Tally()
 
         def indices() -> Iterator[int]:
@@ -78,7 +78,7 @@ class Work:
                 advance(int(self.sizes[place]))
 
         documents: Iterator[Encoded] = encoder.documents(self.source, indices(), tally)
-        return shards.write_shard(self.folder, number, self.digest, self.dtype, documents, tally)
+        shards.write_shard(self.folder, number, self.digest, self.dtype, documents, tally)
 
 
 def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
@@ -106,33 +106,25 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     job.output.mkdir(parents=True, exist_ok=True)
     shards.remove(job.output, ".partial-*")
     manifest = None if job.overwrite else shards.read_manifest(job.output)
-    records: dict[int, dict[str, Any]] = {}
-    num_kept = 0
+    finished: set[int] = set()
     if manifest is not None:
         _refuse_changes(job, manifest["plan"], plan)
         if manifest["complete"] and shards.is_whole(job.output, manifest):
             shards.remove(job.output, "shard-*.json")
             return _result(job, manifest, num_shards)
-        found = {number: shards.finished_shard(job.output, number, digest) for number in range(num_shards)}
-        records = {number: record for number, record in found.items() if record is not None}
-        num_kept = len(records)
+        finished = {number for number in range(num_shards) if shards.is_finished(job.output, number, digest)}
     else:
         shards.remove(job.output, *shards.OURS)
     shards.begin(job.output, plan, num_shards)
-    missing = [number for number in range(num_shards) if number not in records]
+    missing = [number for number in range(num_shards) if number not in finished]
     of_shard = np.add.reduceat(sizes, borders[:-1])
-    total, kept = int(sizes.sum()), int(sum(of_shard[number] for number in records))
+    total, kept = int(sizes.sum()), int(sum(of_shard[number] for number in finished))
     report(kept, total)
     write = _in_this_process if job.num_proc == 1 or len(missing) < 2 else _in_processes
-    records |= write(job, work, encoder, missing, lambda done: report(kept + done, total))
-    in_order = [records[number] for number in range(num_shards)]
-    tally = Tally()
-    for record in in_order:
-        tally.add(Tally(**record["tally"]))
-    tally.refuse_nothing(source.name)
-    manifest = shards.finish(job.output, plan, in_order)
+    write(job, work, encoder, missing, lambda done: report(kept + done, total))
+    manifest = shards.finish(job.output, plan, num_shards, source.name)
     shards.remove(job.output, "shard-*.json", ".partial-*")
-    return _result(job, manifest, num_kept, source.notes)
+    return _result(job, manifest, len(finished), source.notes)
 
 
 def _result(job: Job, manifest: dict[str, Any], num_kept: int, notes: tuple[str, ...] = ()) -> Result:
@@ -203,9 +195,7 @@ def _refuse_changes(job: Job, old: dict[str, Any], new: dict[str, Any]) -> None:
             raise ValueError(f"--{name} was {old[name]} and is {new[name]}: {remedy}")
 
 
-def _in_this_process(
-    job: Job, work: Work, encoder: Encoder, numbers: list[int], report: Callable[[int], None]
-) -> dict[int, dict[str, Any]]:
+def _in_this_process(job: Job, work: Work, encoder: Encoder, numbers: list[int], report: Callable[[int], None]) -> None:
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -213,12 +203,11 @@ def _in_this_process(
         done += num_bytes
         report(done)
 
-    return {number: work.write(number, encoder, advance) for number in numbers}
+    for number in numbers:
+        work.write(number, encoder, advance)
 
 
-def _in_processes(
-    job: Job, work: Work, encoder: Encoder, numbers: list[int], report: Callable[[int], None]
-) -> dict[int, dict[str, Any]]:
+def _in_processes(job: Job, work: Work, encoder: Encoder, numbers: list[int], report: Callable[[int], None]) -> None:
     # Forking a process in which torch has started threads can hang.
     context = multiprocessing.get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
@@ -229,14 +218,12 @@ def _in_processes(
         initargs=(work, job.load_tokenizer, done, stop),
     )
     try:
-        futures: dict[Future, int] = {pool.submit(_write_in_worker, number): number for number in numbers}
-        waiting = set(futures)
+        waiting: set[Future] = {pool.submit(_write_in_worker, number) for number in numbers}
         while waiting:
             finished, waiting = wait(waiting, timeout=POLL_S, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
             report(done.value)
-        return {number: future.result() for future, number in futures.items()}
     except BrokenProcessPool as error:
         raise ValueError(
             "a worker process died, which happens when memory runs out; finished shards are kept: run the same command "
@@ -278,5 +265,5 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _write_in_worker(number: int) -> dict[str, Any]:
-    return _worker["work"].write(number, _worker["encoder"], _worker["advance"])
+def _write_in_worker(number: int) -> None:
+    _worker["work"].write(number, _worker["encoder"], _worker["advance"])
