@@ -19,7 +19,7 @@ from small_tokenizer import CHAT, MARKED, small_tokenizer
 
 from oomb import data
 from oomb.data import tokens as slices
-from oomb.data.sources import open_source
+from oomb.data.sources import open_source, shuffled
 
 THINKING = "{{ '<think>' if loop.last and message['role'] == 'assistant' }}"
 
@@ -116,6 +116,24 @@ def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"c\.jsonl holds no lines"):
         opened(tmp_path / "c.jsonl")
+
+
+def test_lines_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "secret.jsonl", {"text": "a"})
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"secret\.jsonl cannot be read: Permission denied"):
+        opened(path)
+
+
+def test_the_order_of_records_is_the_same_for_ever() -> None:
+    assert shuffled(8, 0).tolist() == [3, 5, 7, 4, 1, 2, 6, 0]
+    assert sorted(shuffled(1000, -3).tolist()) == list(range(1000))
+    # Its beginning is a fair sample.
+    assert 400 < np.mean(shuffled(1000, 1)[:100]) < 600
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
