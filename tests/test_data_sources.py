@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import CHAT, MARKED, small_tokenizer
@@ -302,6 +303,17 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
         opened(path)
 
 
+def test_a_conversation_whose_only_word_is_its_first_has_nothing_to_learn(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    word = {"messages": [{"role": "assistant", "content": "x"}]}
+    said = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "?"}]}
+    with pytest.raises(ValueError, match=r"nothing to train on: 1 conversation without a word to learn.*a\.jsonl:1"):
+        opened(write_lines(tmp_path / "a.jsonl", word), tokenizer=tokenizer)
+    split = opened(write_lines(tmp_path / "a.jsonl", word, said), tokenizer=tokenizer)
+    assert learnt(split, tokenizer) == [["?"]]
+    assert split.num_documents == 1
+
+
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     tokenizer = small_tokenizer("{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHAT)
     for tools in ([{"name": "search"}], json.dumps([{"name": "search"}])):
@@ -442,6 +454,28 @@ def test_saved_datasets_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"saved is read by the datasets package: pip install oomb\[datasets\]"):
         opened(tmp_path / "saved")
+
+
+def test_examples_are_those_of_trl(tmp_path: Path) -> None:
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    model, tokenizer = build("llama", vocab_size=512), small_tokenizer(MARKED, first="<|turn|>")
+    tokenizer.pad_token = "<|stop|>"
+    for rows in (
+        [{"text": f"some words {i} here"} for i in range(3)],
+        [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}"} for i in range(3)],
+        [{"messages": HELLO[:3]}, {"messages": HELLO[1:]}],
+    ):
+        settings = trl.SFTConfig(
+            output_dir=str(tmp_path), assistant_only_loss="messages" in rows[0], max_length=500,
+            report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+        )  # fmt: skip
+        table = datasets.Dataset.from_list(rows)
+        trainer = trl.SFTTrainer(model, settings, train_dataset=table, processing_class=tokenizer)
+        batches = [trainer.data_collator([row]) for row in trainer.train_dataset]
+        theirs = [(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches]
+        path = write_lines(tmp_path / "a.jsonl", *rows)
+        split = opened(path, tokenizer=tokenizer, packing="documents", max_length=500)
+        assert sorted(examples(split.train)) == sorted(theirs)
 
 
 def shown(language: str) -> list[str]:
