@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 from command import invoke
+from datasets_made import HELLO, examples, opened, write_lines
 from rich.console import Console
 from small_tokenizer import CHAT, small_tokenizer
-from test_data_sources import HELLO, examples, opened, write_lines
 
 from oomb.commands import tokenize as command
 from oomb.data import shards
@@ -206,6 +206,13 @@ def test_what_has_changed_is_named(tmp_path: Path, source: Path) -> None:
         (source / "new.txt").unlink(missing_ok=True)
         changed.write_text("text number 1, " * 12)
         os.utime(changed, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"1/1\.txt has changed in"):
+        # While it is being read.
+        tokenize(job_of(source, tmp_path / "other"), lambda done, total: changed.write_text("other"))
+    with pytest.raises(ValueError, match=r"1/1\.txt has changed in"):
+        tokenize(job_of(source, tmp_path / "other"))
+    changed.write_text("text number 1, " * 12)
+    os.utime(changed, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     tokenizer = small_tokenizer()
     for options, message in (
         ({"seed": 1}, "--seed was 0 and is 1: start anew with --overwrite, or name another --output"),
@@ -219,6 +226,8 @@ def test_what_has_changed_is_named(tmp_path: Path, source: Path) -> None:
             tokenize(job(**options))
     assert files(output) == before
     assert tokenize(job(load_tokenizer=lambda: tokenizer, tokenizer_name="small", overwrite=True)).num_kept == 0
+    # Another name of the same tokenizer is no change.
+    assert tokenize(job(load_tokenizer=small_tokenizer, tokenizer_name="the same")).num_kept > 0
     tokenizer.add_tokens(["<more>"])
     with pytest.raises(ValueError, match=r"small has changed since .*texts was tokenised"):
         tokenize(job(load_tokenizer=lambda: tokenizer, tokenizer_name="small"))

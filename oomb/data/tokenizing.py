@@ -94,7 +94,9 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     kind = kind_of(source.read(int(order[0])))
     encoder = Encoder(job.load_tokenizer() if job.load_tokenizer else None, kind)
     plan = _plan(job, source, encoder)
-    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+    # A tokenizer may go by another name and be the same.
+    matters = {name: value for name, value in plan.items() if name != "tokenizer_name"}
+    digest = hashlib.sha256(json.dumps(matters, sort_keys=True).encode()).hexdigest()
 
     sizes = source.sizes()[order]
     number_of = (np.cumsum(sizes) - sizes) // job.shard_bytes
@@ -122,6 +124,8 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     report(kept, total)
     write = _in_this_process if job.num_proc == 1 or len(missing) < 2 else _in_processes
     write(job, work, encoder, missing, lambda done: report(kept + done, total))
+    # Also while it was read.
+    _refuse_changes(job, plan, {**plan, "files": _facts_of(job, source)})
     manifest = shards.finish(job.output, plan, num_shards, source.name)
     shards.remove(job.output, "shard-*.json", ".partial-*")
     return _result(job, manifest, len(finished), source.notes)
@@ -157,12 +161,6 @@ def _check_output(job: Job) -> None:
 
 def _plan(job: Job, source: Source, encoder: Encoder) -> dict[str, Any]:
     """All that the shards depend on. Two runs with the same plan write the same bytes."""
-    root = find_documents(job.dataset)[1]
-    base = root if root.is_dir() else root.parent
-    files = {}
-    for path in sorted(source.files()):
-        facts = path.stat()
-        files[path.relative_to(base).as_posix()] = [facts.st_size, facts.st_mtime_ns]
     return {
         "tokenizer_name": job.tokenizer_name,
         "tokenizer": encoder.fingerprint(),
@@ -170,8 +168,16 @@ def _plan(job: Job, source: Source, encoder: Encoder) -> dict[str, Any]:
         "join": job.join,
         "seed": job.seed,
         "shard_size": job.shard_bytes,
-        "files": files,
+        "files": _facts_of(job, source),
     }
+
+
+def _facts_of(job: Job, source: Source) -> dict[str, list[int]]:
+    """Size and time of change of each file that is there."""
+    root = find_documents(job.dataset)[1]
+    base = root if root.is_dir() else root.parent
+    facts = {path: path.stat() for path in sorted(source.files()) if path.exists()}
+    return {path.relative_to(base).as_posix(): [fact.st_size, fact.st_mtime_ns] for path, fact in facts.items()}
 
 
 def _refuse_changes(job: Job, old: dict[str, Any], new: dict[str, Any]) -> None:
