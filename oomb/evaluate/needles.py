@@ -232,7 +232,7 @@ def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, chance:
 
 
 class _Writer:
-    """Needles as tokens. A needle's parts are tokenised one by one, so that they are the same tokens in the question."""
+    """Needles as tokens. Their parts are tokenised one by one, so that they are the same tokens in the question."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 1024
 RUN_SIZE = 256
-"""Neighbouring tokens are easy or hard together, so a standard error is taken over runs of this many, not over tokens."""
+"""Neighbouring tokens are easy or hard together, so a standard error is taken over runs of so many, not over tokens."""
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def position_table(found: dict[str, Any], title: str) -> Table:
     for bucket in found["buckets"]:
         error = bucket["standard_error"]
         table.add_row(
-            f"{bucket['start']:,} – {bucket['end']:,}",
+            f"{bucket['start']:,} to {bucket['end']:,}",
             f"{bucket['count']:,}",
             f"{bucket['loss']:.4f}",
             "" if error is None else f"{error:.4f}",
