@@ -67,7 +67,7 @@ def table(head: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]], *, cap
 def tiers(run: Run) -> str:
     """The most that was used of each tier, against what there was."""
     device = "GPU" if run.on_gpu else "model's device"
-    rows = []
+    rows: list[tuple[str, list[str]]] = []
     for name, field, limit in (
         ("GPU memory at its peak" if run.on_gpu else "the process (RSS)", "peak_memory_bytes",
          run.memory("gpu" if run.on_gpu else "host")),
@@ -79,12 +79,13 @@ def tiers(run: Run) -> str:
             continue
         used = max(values)
         if limit is None:
-            rows.append((name, [gib(used), "", "", Html("<td></td>")]))
+            rows.append((name, [gib(used), ""]))
             continue
         share = used / limit[0] if limit[0] else 1.0
-        bar = f'<td class="bar"><div><div style="--share:{min(max(share, 0.0), 1.0):.4f}"></div></div></td>'
-        rows.append((name, [gib(used), f"{gib(limit[0])}, {limit[1]}", f"{share:.1%}", Html(bar)]))
-    head = ("", "most used", "of", "share", "")
+        bar = f'<div><div style="--share:{min(max(share, 0.0), 1.0):.4f}"></div></div>'
+        of = f"<td>{gib(used)}<small>of {gib(limit[0])}, {escape(limit[1])}</small></td>"
+        rows.append((name, [Html(of), Html(f'<td class="bar">{share:.1%}{bar}</td>')]))
+    head = ("where", "most used", "share of what there is")
     return f'<div class="card">{table(head, rows)}</div>' if rows else ""
 
 
