@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def finder(ids: list[int]) -> Tensor:
 def blind(ids: list[int]) -> Tensor:
     """Likes the codes that it has seen last, and of the names it knows nothing."""
     logits = torch.zeros(len(ids), 264)
-    for at, (before, token) in enumerate(zip(ids, ids[1:]), start=1):
+    for at, (before, token) in enumerate(pairwise(ids), start=1):
         if before == ord(" ") and ord("0") <= token <= ord("9"):
             logits[at:, token] = 0.01 * at
     return logits

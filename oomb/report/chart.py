@@ -112,10 +112,7 @@ def svg(chart: Chart) -> str:
     x, x_ticks = _x_axis(chart)
     y, y_ticks = _y_axis(chart)
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.summary())}" '
-        f'xmlns="http://www.w3.org/2000/svg">'
-    ]
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.summary())}">']
     for value in y_ticks:
         at = y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -125,7 +122,8 @@ def svg(chart: Chart) -> str:
         parts.append(f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(_text(at, bottom + 19, chart.format_x(value), "middle"))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(_text(4, 16, chart.y_label, "start", "name"))
+    if chart.y_label:
+        parts.append(_text(4, 16, chart.y_label, "start", "name"))
     parts.append(_text((LEFT + right) / 2, bottom + 38, chart.x_label, "middle", "name"))
     for value, name in chart.drawn_limits:
         at = y(value)
@@ -138,8 +136,7 @@ def svg(chart: Chart) -> str:
                 f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}">'
                 f"<title>{escape(name)}</title></line>"
             )
-    for series in chart.series:
-        parts.append(_draw(series, chart, x, y))
+    parts += [_draw(series, chart, x, y) for series in chart.series if series.shown]
     return "".join(parts) + "</svg>"
 
 
