@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,18 @@ def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     model = presets.load_model(str(saved_model), device="cpu", dtype="float32")
     own = perplexity_by_position(Engine(model, Config(chunk_size=512)), [held_out[i]["input_ids"] for i in range(2)])
     assert found["perplexity"]["loss"] == pytest.approx(own.loss, rel=1e-6)
+
+
+def test_the_documented_example_runs(engine: Engine, text: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    [example] = re.findall(r"^```python\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    for large, small in (("lengths=(4096, 65536)", "lengths=(2048,)"),):
+        assert large in example
+        example = example.replace(large, small)
+    exec(example, {"engine": engine, "windows": [text[:1500]], "text_ids": text, "tokenizer": None})
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in said[:2]] == [["0", "1024"], ["1024", "1500"]]
+    assert said[2].split()[1] == "0.25"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ LAYERS = [
     {"forecast"},
     {"budget", "planner"},
     {"engine"},
-    {"trainer", "verify", "bench", "progress", "selection"},
+    {"trainer", "verify", "bench", "progress", "selection", "evaluate", "report"},
     {"train"},
     {"commands"},
     {"cli"},

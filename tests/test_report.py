@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +79,17 @@ def test_what_a_resumed_run_gave_up_is_dropped() -> None:
     assert "not finished" in run.status
     events += [{"event": "end", "stopped": True}]
     assert order(map(json.dumps, events), "run").status == "stopped early and saved"
+
+
+def test_the_start_after_a_torn_line_is_found() -> None:
+    """A killed run leaves half a line, and the resumed run writes right behind it."""
+    lines = [json.dumps(event) for event in whole_run()]
+    again = next(i for i, event in enumerate(whole_run()) if event["event"] == "start" and i > 0)
+    torn = [*lines[:again], json.dumps(step(23))[:40] + lines[again], *lines[again + 1 :]]
+    run = order(torn, "run")
+    assert run.unread == [again + 1]
+    assert (run.resumed_at, len(run.starts), len(run.steps)) == ([20], 2, 30)
+    assert run.settings["resume_from_checkpoint"] == "checkpoint-20"
 
 
 def test_budgets() -> None:
@@ -300,6 +312,18 @@ def test_oomb_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [h["text"] for h in tree.all("h2")] == SECTIONS
     assert set(tree.paths("positions")) == {"before training", "after training"}
     assert [sample["text"] for sample in tree.all("pre")] == ["So it was before", "So it was after"]
+
+
+def test_the_documented_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "demo", whole_run())
+    document = (Path(__file__).parents[1] / "docs" / "report.md").read_text()
+    [example] = re.findall(r"^```python\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    exec(example, {})
+    assert capsys.readouterr().out == "finished (30, 1.3)\n"
+    assert (tmp_path / "runs" / "demo" / "report.html").is_file()
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def evaluation(run: Run) -> str:
     if positions := _position_table(run):
         parts.append(f'<div class="card"><h3>Perplexity by position</h3>{positions}</div>')
     parts += [_needles(when, run.evals[when]) for when in WHEN if needle_cells(run.evals.get(when, {}))]
-    return f'<div class="grid-of-two">{"".join(parts)}</div>' if parts else ""
+    return f'<div class="grid-of-two top">{"".join(parts)}</div>' if parts else ""
 
 
 def _position_table(run: Run) -> str:

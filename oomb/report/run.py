@@ -14,6 +14,8 @@ from oomb.metrics import GIB
 from oomb.presets import near_paths
 
 METRICS = "metrics.jsonl"
+OPENING = '{"event": '
+"""How every line begins."""
 
 
 @dataclass
@@ -150,12 +152,12 @@ def order(lines: Iterable[str], name: str) -> Run:
     for at, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            event = None
-        if not isinstance(event, dict):
+        event = _parse(line)
+        if event is None:
             run.unread.append(at)
+            # A killed run's last line has no end, and the next start is written right behind it.
+            event = _parse(line[max(0, line.rfind(OPENING)) :])
+        if event is None:
             continue
         kind, step = event.get("event"), _step(event)
         if kind == "start":
@@ -176,6 +178,14 @@ def order(lines: Iterable[str], name: str) -> Run:
             run.ends.append(event)
             run.is_ended = True
     return run
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _cut(run: Run, step: int) -> None:

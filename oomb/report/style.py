@@ -33,6 +33,7 @@ dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabu
 dd small { font-weight: 400; font-size: 0.8rem; color: var(--soft); display: block; }
 .grid-of-two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 16px; }
 .grid-of-two > * { min-width: 0; }
+.top { align-items: start; }
 figure { margin: 0; padding: 14px 14px 8px; display: flex; flex-direction: column; }
 figure svg { margin-top: auto; }
 td small { display: block; color: var(--soft); }
@@ -63,7 +64,7 @@ table { border-collapse: collapse; width: 100%; font-size: 0.9rem; font-variant-
 caption { text-align: left; color: var(--soft); font-size: 0.875rem; padding-bottom: 6px; }
 th, td { padding: 5px 10px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { font-weight: 600; }
-th[scope="row"], .words th, .words td { text-align: left; }
+th[scope="row"], th:first-child, .words td { text-align: left; }
 .words td { white-space: normal; overflow-wrap: anywhere; }
 .words th { font-weight: 400; color: var(--soft); vertical-align: top; }
 td.heat { text-align: center; background: rgba(var(--tint), calc(var(--share) * 0.5)); }
