@@ -314,6 +314,26 @@ def test_oomb_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sample["text"] for sample in tree.all("pre")] == ["So it was before", "So it was after"]
 
 
+def test_a_real_run_has_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `oomb train` writes is what the report reads."""
+    monkeypatch.chdir(tmp_path)
+    toy = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "4", "--device", "cpu", "--output_dir", "run"]
+    assert invoke("train", *toy).exit_code == 0
+    events = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert invoke("report", "run").exit_code == 0
+    text = Path("run/report.html").read_text()
+    tree = Tree(text)
+    assert tree.all("h1")[0]["text"] == "demo on stdlib"
+    assert {name: len(path) for name, path in tree.paths("loss").items()} == {"training": 4, "held-out": 2}
+    assert {"chart-learning_rate", "chart-grad_norm", "chart-tokens_per_s", "chart-step_s", "chart-memory"} <= {
+        figure["id"] for figure in tree.all("figure")
+    }
+    losses = [f"{event['loss']:.3f}" for event in events if event["event"] == "held_out"]
+    assert " → ".join(losses) in text
+    assert "finished" in text and f"{4 * 256:,}" in text
+    assert "could not be read" not in text
+
+
 def test_the_documented_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
