@@ -1,7 +1,7 @@
 """Supervised fine-tuning with TRL, through oomb: `from oomb import SFTTrainer` is the one line that is not TRL's.
 
-    python examples/sft.py                      # a toy model, seconds on a CPU
-    python examples/sft.py Qwen/Qwen2.5-0.5B    # a real one, with data of your own in place of `sums`
+python examples/sft.py                      # a toy model, seconds on a CPU
+python examples/sft.py Qwen/Qwen2.5-0.5B    # a real one, with data of your own in place of `sums`
 """
 
 import sys

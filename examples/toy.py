@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from oomb.presets import preset_config
@@ -18,7 +18,8 @@ def model_folder(folder: str = "toy_model") -> str:
     """Writes the model, if it is not there yet, and returns its folder, as good as any name of a model."""
     if not Path(folder, "config.json").exists():
         words = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIAL, *LETTERS))}, unk_token="<unk>"))
-        words.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+        words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        words.decoder = decoders.Fuse()
         PreTrainedTokenizerFast(
             tokenizer_object=words, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
         ).save_pretrained(folder)
