@@ -275,11 +275,14 @@ class DPO(TRLTrainer):
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         engine = self.reference_engine
+        is_separate = engine is not self.engine
+        if is_separate:
+            # Engines hold page memory from step to step. These two take turns: both may use all that there is.
+            self.engine.release()
         try:
             return super().compute_ref_log_probs(Forward(engine, self.accelerator.autocast), inputs)
         finally:
-            if engine is not self.engine:
-                # The two take turns, so the memory that was planned for pages serves both.
+            if is_separate:
                 engine.release()
 
     def compute_loss(
