@@ -85,11 +85,11 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
         settings.model_name_or_path, dtype=settings.dtype, device=str(device), config=model_config
     )
     engine = Engine(model, config)
-    lengths = [len(window) for window in windows] + [h.length for h in haystacks for _ in range(2)]
+    lengths = [len(window["input_ids"]) for window in windows] + [h.length for h in haystacks for _ in range(2)]
     with _showing(engine, lengths, console):
         found = evaluate(engine, windows, haystacks, settings.needle)
     if settings.sample_tokens:
-        prompt = windows[0][:PROMPT_SIZE]
+        prompt = windows[0]["input_ids"][:PROMPT_SIZE]
         with console.status("writing a sample"):
             found["sample"] = sample_text(
                 engine, prompt, tokenizer, num_tokens=settings.sample_tokens, seed=settings.seed
@@ -145,7 +145,7 @@ def tokenizer_for(
     return tokenizer
 
 
-def _read(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[Tensor], Tensor]:
+def _read(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[dict[str, Tensor]], Tensor]:
     """The windows to evaluate on, and text for haystacks. The first windows of a text are what `oomb train` holds
     out."""
     most = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
@@ -158,8 +158,8 @@ def _read(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> tupl
         num_held_out=settings.max_eval_samples,
     )
     parts = [split.train] if split.held_out is None else [split.held_out, split.train]
-    windows = [part[i]["input_ids"] for part in parts for i in range(len(part))]
-    return windows[: settings.max_eval_samples], torch.cat(windows)
+    windows = [part[i] for part in parts for i in range(len(part))]
+    return windows[: settings.max_eval_samples], torch.cat([window["input_ids"] for window in windows])
 
 
 def _check_positions(settings: Settings, config: PretrainedConfig, console: Console) -> None:

@@ -193,7 +193,7 @@ def _cut(run: Run, step: int) -> None:
     while run.steps and run.steps[-1]["step"] >= step:
         run.steps.pop()
     run.resumed_at = [other for other in run.resumed_at if other < step]
-    run.held_out = [(other, loss) for other, loss in run.held_out if other < step]
+    run.held_out = [(other, loss) for other, loss in run.held_out if other <= step]
 
 
 def _keep(kept: dict[str, dict[str, Any]], event: dict[str, Any]) -> None:
