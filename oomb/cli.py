@@ -43,7 +43,8 @@ def _main(
 for command in (train, plan, verify, bench):
     # Its help is its docstring, each paragraph one line for the terminal to wrap.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(help=text, cls=getattr(command, "command_class", None))(command)
 
 
 if __name__ == "__main__":
