@@ -208,7 +208,9 @@ class LivePanel(Live):
         ascii_only = self.console.options.ascii_only
         # Two columns of frame and two of air.
         lines = lines_of(view, width - 4, ascii_only=ascii_only)
-        title = Text(view.title, overflow="ellipsis", no_wrap=True)
+        # A longer title would make the frame wider than the window.
+        title = Text(view.title)
+        title.truncate(width - 6, overflow="crop" if ascii_only else "ellipsis")
         return Panel(Group(*lines), title=title, title_align="left", width=width, border_style="dim")
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:

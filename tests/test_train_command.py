@@ -22,7 +22,7 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb import presets
+from oomb import budget, presets
 from oomb.commands.train import normalised
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.optim import OffloadedAdamW
@@ -211,6 +211,11 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
     made: list[OffloadedAdamW] = []
     reserve = OffloadedAdamW.reserve
     monkeypatch.setattr(OffloadedAdamW, "reserve", lambda self: (made.append(self), reserve(self))[1])
+    rooms: list[int] = []
+    decide = budget.decide
+    monkeypatch.setattr(
+        budget, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
+    )
     rates = ["--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-7"]
     found = []
     for flags in (
@@ -228,6 +233,8 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
         ("float32", True),
         ("8bit", True),
     ]
+    # And the engine leaves no room for states on the GPU.
+    assert [room > 0 for room in rooms] == [True, False, False]
     group = made[0].param_groups[0]
     assert group["betas"] == (0.8, 0.95) and group["eps"] == 1e-7 and group["weight_decay"] == 0.1
     assert "AdamW's states on the host" in result.output

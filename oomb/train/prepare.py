@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from oomb import data, presets
+from oomb.budget import Budget
 from oomb.config import Config
 from oomb.optim import OffloadedAdamW
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
@@ -269,6 +270,14 @@ def _with_adapters(settings: Settings, model: Any) -> Any:
     return get_peft_model(model, config)
 
 
+class StatesOnHost(Budget):
+    """Before a first step the engine leaves room on the GPU for AdamW's states. These are elsewhere."""
+
+    @property
+    def has_stepped(self) -> bool:
+        return True
+
+
 def trainer_of(
     settings: Settings, model: Any, arguments: TrainingArguments, config: Config, split: data.Split
 ) -> Trainer:
@@ -288,6 +297,7 @@ def trainer_of(
         optimizer = trainer.create_optimizer()
         assert isinstance(optimizer, OffloadedAdamW)
         optimizer.reserve()
+        trainer.engine.budget = StatesOnHost(trainer.engine.model, config)
     return trainer
 
 
