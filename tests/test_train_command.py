@@ -283,6 +283,8 @@ def test_epochs_evaluations_logs_and_checkpoints_come_when_they_are_due(here: Pa
     assert list(losses(here / "out")) == [3, 6]
     events = [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "held_out"] == [0, 2, 4, 6]
+    assert events[0]["budget"]["host_bytes"] > events[0]["budget"]["gpu_bytes"] > 0
+    assert events[-1]["tokens"] == 6 * 256
     assert sorted(path.name for path in (here / "out").glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
     assert "step 4/6  held-out loss" in result.output
     told = yaml.safe_load((here / "out" / "config.yaml").read_text())
@@ -307,6 +309,14 @@ def test_trackers_are_told_of_the_run(here: Path) -> None:
     told = prepare.resolved(Settings(run_name="other"), Path("runs/mine"), torch.device("cpu"), num_windows=10)
     arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
     assert (arguments.report_to, arguments.run_name) == ([], "other")
+
+
+def test_examples_of_different_lengths_make_a_batch() -> None:
+    short, long = ({"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 4))
+    batch = prepare.padded([short, long])
+    assert batch["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[0, 1, -100, -100], [0, 1, 2, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 
 
 STOP_AT = 2

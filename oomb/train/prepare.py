@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -20,6 +21,7 @@ from transformers import (
 from oomb import data, presets
 from oomb.budget import Budget
 from oomb.config import Config
+from oomb.loss import IGNORED
 from oomb.optim import OffloadedAdamW
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.trainer import Trainer
@@ -216,7 +218,7 @@ def arguments_of(settings: Settings, device: torch.device, mixed: bool) -> Train
         use_cpu=device.type == "cpu",
         dataloader_pin_memory=device.type == "cuda",
         logging_steps=settings.logging_steps,
-        include_num_input_tokens_seen="all",
+        include_num_input_tokens_seen="non_padding",
         report_to=settings.trackers or "none",
         run_name=settings.run_name or Path(settings.output_dir).name,
         disable_tqdm=True,
@@ -291,7 +293,13 @@ def trainer_of(
         }
         options["optimizer_cls_and_kwargs"] = (OffloadedAdamW, {**rates, **settings.optimizer_options()})
     trainer = Trainer(
-        model, arguments, train_dataset=split.train, eval_dataset=split.held_out, engine_config=config, **options
+        model,
+        arguments,
+        train_dataset=split.train,
+        eval_dataset=split.held_out,
+        data_collator=padded,
+        engine_config=config,
+        **options,
     )
     if settings.optim == "offloaded_adamw":
         optimizer = trainer.create_optimizer()
@@ -299,6 +307,19 @@ def trainer_of(
         optimizer.reserve()
         trainer.engine.budget = StatesOnHost(trainer.engine.model, config)
     return trainer
+
+
+def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of examples of any lengths: on the right what is missing, which neither attends nor counts."""
+    longest = max(len(example["input_ids"]) for example in examples)
+
+    def rows(name: str, filler: int) -> torch.Tensor:
+        return torch.stack(
+            [F.pad(example[name], (0, longest - len(example[name])), value=filler) for example in examples]
+        )
+
+    mask = torch.stack([torch.arange(longest) < len(example["input_ids"]) for example in examples])
+    return {"input_ids": rows("input_ids", 0), "labels": rows("labels", IGNORED), "attention_mask": mask.long()}
 
 
 def count(number: int, thing: str) -> str:

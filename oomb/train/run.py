@@ -79,7 +79,13 @@ def run(settings: Settings, console: Console) -> int:
             # Before the trackers, which report what it adds.
             trainer.callback_handler.callbacks.insert(0, display)
             trainer.engine.progress = display.chunk_done
-            log.write(event="start", settings=asdict(settings), engine=asdict(config), machine=machine())
+            log.write(
+                event="start",
+                settings=asdict(settings),
+                engine=asdict(config),
+                machine=machine(),
+                budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
+            )
             display.print(_describe(told, model, split, trainer, device, config, placement, precision))
 
             before = _held_out_loss(trainer, split.held_out, display)
