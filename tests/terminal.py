@@ -80,6 +80,23 @@ class Terminal:
             self._read(left)
         return [line.rstrip() for line in self.screen.display]
 
+    def panel(self, width: int, *words: str, timeout: float = 30.0) -> tuple[list[str], list[str]]:
+        """The screen and the panel on it, once that is so wide and has these words, and stays so."""
+        until = time.monotonic() + timeout
+        while True:
+            lines = self.watch(0.3)
+            try:
+                drawn = panel_of(lines)
+                assert len(drawn[0]) == width, "\n".join(lines)
+                assert all(word in "\n".join(drawn) for word in words), "\n".join(lines)
+                break
+            except AssertionError:
+                # On a busy machine the next frame may be a while in coming.
+                if time.monotonic() > until:
+                    raise
+        lines = self.watch(0.3)
+        return lines, panel_of(lines)
+
     def report(self, timeout: float = 120.0) -> dict[str, Any]:
         """What the child says next: {"at": stop} or {"exit": code}."""
         until = time.monotonic() + timeout

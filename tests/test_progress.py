@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from terminal import Terminal, panel_of
+from terminal import Terminal
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import oomb
@@ -80,15 +80,13 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
 ) -> None:
     terminal.train(*TOY, columns=columns, lines=lines, stops=[[0, "fill", 3], [2, "gradient", 2]], **env)
     assert terminal.report() == {"at": [0, "fill", 3]}
-    evaluation = panel_of(terminal.watch(0.6))
+    _, evaluation = terminal.panel(columns - panel.MARGIN, "chunk 3/4")
     assert re.search(r"held-out loss ━+─+  75%  ", evaluation[1])
     assert "pass   fill, chunk 3/4  ━" in evaluation[2]
 
     terminal.go_on()
     assert terminal.report() == {"at": [2, "gradient", 2]}
-    shown = terminal.watch(0.6)
-    training = panel_of(shown)
-    assert len(training[0]) == columns - panel.MARGIN
+    shown, training = terminal.panel(columns - panel.MARGIN, "gradient, chunk 2/4")
     assert "demo on text.txt, 256 tokens a step" in training[0]
     assert re.search(r"step   3/3  ━+─+  \d\d%  run \d+\.\d s left", training[1])
     assert re.search(r"pass   gradient, chunk 2/4  (━+)(─+)  step \d+\.\d s left", training[2])
@@ -120,10 +118,7 @@ def test_a_window_that_changes_its_size(terminal: Terminal) -> None:
     words = ["step   2/3", "gradient, chunk 1/4", "tokens/s", "running", "RAM peak", "RAM pages", "gradient norm"]
     for columns, lines in ((120, 24), (60, 24), (44, 40), (100, 40)):
         terminal.resize(columns, lines)
-        shown = terminal.watch(0.8)
-        drawn = panel_of(shown)
-        assert len(drawn[0]) == columns - panel.MARGIN
-        assert all(word in "\n".join(drawn) for word in words), "\n".join(shown)
+        shown, _ = terminal.panel(columns - panel.MARGIN, *words)
         # What was said before is still there, once.
         assert "\n".join(shown).count("held-out loss before training") == 1, "\n".join(shown)
     terminal.go_on()
@@ -134,10 +129,10 @@ def test_a_window_that_changes_its_size(terminal: Terminal) -> None:
 def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
     terminal.train(*TOY, columns=80, lines=24, stops=[[2, "gradient", 2]])
     assert terminal.report() == {"at": [2, "gradient", 2]}
-    terminal.watch(0.4)
+    terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4")
     terminal.type("\x03")
-    shown = terminal.watch(0.8)
-    panel_of(shown)
+    terminal.watch(0.8)
+    shown, _ = terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4")
     assert "stopping at the next chunk and saving; Ctrl-C again ends without saving" in "\n".join(shown)
     terminal.go_on()
     assert terminal.report() == {"exit": 130}
