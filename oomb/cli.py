@@ -49,7 +49,8 @@ for command in (train, tokenize, plan, verify, bench, eval_, report):
     # Its help is its docstring, each paragraph one line for the terminal to wrap.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(command.__name__.rstrip("_"), help=text)(command)
+    name, kind = command.__name__.rstrip("_"), getattr(command, "command_class", None)
+    app.command(name, help=text, cls=kind)(command)
 
 
 if __name__ == "__main__":

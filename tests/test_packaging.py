@@ -28,13 +28,13 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
 LAYERS = [
-    {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options"},
+    {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options", "interrupts"},
     {"triton_pages", "triton_select", "rounding", "quantise"},
     {"memory", "attention", "grads", "inputs", "moments"},
     {"plan", "model", "optim"},
     {"facts", "advice"},
     {"forecast"},
-    {"budget", "planner"},
+    {"budget", "planner", "panel"},
     {"engine"},
     {"trainer", "verify", "bench", "progress", "selection", "evaluate", "report"},
     {"train", "trl"},
@@ -51,7 +51,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OPTIONAL = [
     "peft", "triton", "pytest", "hypothesis", "xdist", "ruff", "mypy",
     "trl", "datasets", "liger_kernel", "flash_attn", "bitsandbytes", "deepspeed", "xformers", "wandb", "tensorboard",
-    "matplotlib", "optuna", "sentencepiece", "gguf", "scipy", "pandas", "sklearn", "tiktoken",
+    "matplotlib", "trackio", "pyte", "optuna", "sentencepiece", "gguf", "scipy", "pandas", "sklearn", "tiktoken",
 ]  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def test_only_the_engine_joins_attention_and_memory() -> None:
 def test_third_party_imports_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["dependencies"]}
+    core = {{"pyyaml": "yaml"}.get(name, name) for name in core}
     extras = {
         re.split(r"[<>=\[ ]", entry)[0]
         for extra in ("peft", "plot", "trl", "datasets")
