@@ -212,21 +212,24 @@ def is_failure_to_write(error: BaseException) -> bool:
         return True
     if type(error).__name__ == "SafetensorError":
         return "os error" in str(error) or "I/O" in str(error)
-    return isinstance(error, RuntimeError) and "PytorchStreamWriter" in str(error)
+    # The zip writer of torch, whose message is of positions, and the stream below it.
+    signs = ("inline_container", "PytorchStreamWriter", "iostream")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _what_failed(folder: Path, needed_bytes: int, error: Exception) -> str:
-    reason = (os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)).splitlines()[0]
+    if isinstance(error, OSError):
+        reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
+    else:
+        reason = f"the disk is full or cannot be written; {type(error).__name__}: {error}"
     try:
         free = f"{_size(free_bytes(folder.parent))} are free in {folder.parent}"
     except OSError as second:
         free = f"{folder.parent} cannot be asked for its free space ({second})"
     needed = f"it takes about {_size(needed_bytes)}, " if needed_bytes else ""
     there = find(folder.parent)
-    before = (
-        f"the checkpoints before it are untouched, the newest is {there[-1].name}" if there else "there is no other"
-    )
-    return f"{folder} was not written ({reason}): {needed}{free}. Nothing of it is left; {before}"
+    before = f"the other checkpoints are as they were, the newest is {there[-1].name}" if there else "there is no other"
+    return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {before}"
 
 
 def _size(num_bytes: int) -> str:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from trainings import CHUNKED, Samples, arguments, logged, tiny_model
+from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tiny_model
 from transformers import TrainerCallback
 
 import oomb
 from oomb import checkpoints
 
 NUM_STEPS = 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """Every run begins with a full garbage collection, half a second over all that torch has imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
 def dropout_model(seed: int) -> Any:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from trainings import CHUNKED, VOCAB, Samples, arguments, logged, tiny_model
+from trainings import CHUNKED, VOCAB, Samples, arguments, logged, quick_collection, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import oomb
+
+pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
 def train_both(tmp_path: Path, samples: Samples, **options: Any) -> tuple[transformers.Trainer, oomb.Trainer]:

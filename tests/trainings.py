@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.utils.data import Dataset
@@ -41,19 +44,18 @@ class Samples(Dataset):
 
 
 def tiny_model(kind: str = "llama", seed: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        **settings,
-    )
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = AutoConfig.for_model(kind, **{**shape, **settings})
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -76,6 +78,15 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
         **options,
     }
     return TrainingArguments(**settings)
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    """Every run begins with a full garbage collection: half a second, over all that torch has imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def logged(trainer: transformers.Trainer, name: str) -> list[float]:
