@@ -75,7 +75,7 @@ def written(folder: Path, needed_bytes: int = 0) -> Iterator[Path]:
     sync_folder(folder.parent)
 
 
-def check(folder: Path) -> None:
+def check(folder: Path | str) -> None:
     """Raises `BrokenCheckpoint`, naming the file, unless the folder is a whole checkpoint: one of ours with every file
     that its manifest lists, or one that transformers finished."""
     folder = Path(folder)
@@ -103,7 +103,7 @@ def check(folder: Path) -> None:
             raise BrokenCheckpoint(f"{folder} is broken: {name} is not what was written (its checksum); {remedy}")
 
 
-def find(output_dir: Path) -> list[Path]:
+def find(output_dir: Path | str) -> list[Path]:
     """What bears a checkpoint's name in a run's folder, by step, the newest last."""
     if not Path(output_dir).is_dir():
         return []
@@ -111,7 +111,7 @@ def find(output_dir: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: Path | str) -> int:
     """The step in the name of a checkpoint."""
     match = _CHECKPOINT.fullmatch(Path(folder).name)
     if match is None:
@@ -119,7 +119,7 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def latest(output_dir: Path) -> Path | None:
+def latest(output_dir: Path | str) -> Path | None:
     """The newest whole checkpoint of a run, or None. Broken ones are passed over with a warning."""
     for folder in reversed(find(output_dir)):
         try:
@@ -155,7 +155,7 @@ def remove(folder: Path) -> None:
         _ours.discard(hidden)
 
 
-def clean(output_dir: Path) -> None:
+def clean(output_dir: Path | str) -> None:
     """Clears away what processes that are no more have left half done in a run's folder."""
     if not Path(output_dir).is_dir():
         return

@@ -70,8 +70,9 @@ class Trainer(AtomicCheckpoints):
             raise ValueError(f"optimizer is {name!r}; use one of {', '.join(OPTIMIZERS)}, or None for args.optim")
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ValueError(f"optimizer={name!r} beside an optimizer that is passed as well: leave one of them out")
-        if not str(getattr(self.args.optim, "value", self.args.optim)).startswith("adamw"):
-            raise ValueError(f"optimizer={name!r} and optim={self.args.optim!s} are two choices: leave one of them out")
+        optim = getattr(self.args.optim, "value", self.args.optim)
+        if not optim.startswith("adamw"):
+            raise ValueError(f"optimizer={name!r} and optim={optim!r} are two choices: leave one of them out")
         betas = self.args.adam_beta1, self.args.adam_beta2
         settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
         self.optimizer_cls_and_kwargs = OffloadedAdamW, {**settings, "state_dtype": OPTIMIZERS[name]}

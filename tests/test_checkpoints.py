@@ -224,15 +224,19 @@ def test_a_process_that_ends_at_any_moment_leaves_no_broken_checkpoint(tmp_path:
     }  # fmt: skip
 
 
-def train(folder: Path, *, callbacks: list[Any] | None = None, **options: Any) -> oomb.Trainer:
+def trainer_in(folder: Path, *, callbacks: list[Any] | None = None, **options: Any) -> oomb.Trainer:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **options}
-    trainer = oomb.Trainer(
+    return oomb.Trainer(
         tiny_model(num_hidden_layers=1),
         arguments(folder, **settings),
         train_dataset=Samples(8, 33),
         engine_config=CHUNKED,
         callbacks=callbacks,
     )
+
+
+def train(folder: Path, **options: Any) -> oomb.Trainer:
+    trainer = trainer_in(folder, **options)
     trainer.train()
     return trainer
 
@@ -288,9 +292,15 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
 
 def test_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_from(monkeypatch, torch, "save", 4)
-    with pytest.raises(checkpoints.NotSaved, match=r"checkpoint-4 was not written .* the newest is checkpoint-3"):
-        train(tmp_path)
-    assert names(tmp_path) == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    trainer = trainer_in(tmp_path)
+    for attempt in (trainer.train, trainer.save_checkpoint):
+        with pytest.raises(checkpoints.NotSaved, match=r"checkpoint-4 was not written .* the newest is checkpoint-3"):
+            attempt()
+        assert names(tmp_path) == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    # Somebody has made room.
+    monkeypatch.undo()
+    assert trainer.save_checkpoint() == tmp_path / "checkpoint-4"
+    checkpoints.check(tmp_path / "checkpoint-4")
 
 
 def test_a_disk_known_to_be_too_small_is_not_filled_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,26 @@ def test_weights_alone_are_resumed_with_a_warning(tmp_path: Path) -> None:
 def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no whole checkpoint in"):
         trainer_of("dropout", tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_the_documented_script_starts_stops_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [first] = [block for block in blocks if "import" in block]
+    [script] = [block for block in blocks if "except KeyboardInterrupt" in block]
+    monkeypatch.chdir(tmp_path)
+    whole = trainer_of("dropout", tmp_path / "whole", save_strategy="no")
+    exec(first, {"trainer": whole})
+    for event in (13, 8, 1000):
+        trainer, seen = trainer_of("dropout", Path("out"), save_strategy="no"), 0
+
+        def progress(*_: Any, until: int = event) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == until:
+                raise KeyboardInterrupt
+
+        trainer.engine.progress = progress
+        exec(script, {"trainer": trainer, "checkpoints": checkpoints})
+    assert len(checkpoints.find("out")) == 2
+    assert_same_run(whole, trainer)
