@@ -41,7 +41,8 @@ class AtomicCheckpoints(transformers.Trainer):
         self._staging: Path | None = None
         self._step_end: StepEnd | None = None
         self._newest: Path | None = None
-        """The checkpoint that was last written, or resumed from."""
+        """The checkpoint that was last written, resumed from or loaded."""
+        self._saved_step: int | None = None
         self._rest: dict[str, Any] = {}
         """Of the checkpoint that was resumed from."""
         self._data_seed: int | None = None
@@ -73,7 +74,7 @@ class AtomicCheckpoints(transformers.Trainer):
                 "numbers start anew, so the losses will not be those of a run that was never stopped",
                 stacklevel=2,
             )
-        self._step_end, self._newest, self.is_stepping = None, folder, False
+        self._step_end, self._newest, self._saved_step, self.is_stepping = None, folder, None, False
         rest = None if folder is None else folder / REST
         self._rest = json.loads(rest.read_text()) if rest is not None and rest.is_file() else {}
         return super().train(None if folder is None else str(folder), *positional, **options)
@@ -86,8 +87,8 @@ class AtomicCheckpoints(transformers.Trainer):
             raise RuntimeError(f"the optimizer was stopped in the middle of its step, which cannot be saved; {kept}")
         if self._step_end is None:
             return self._newest
-        step = self.state.global_step
-        if self._newest is None or checkpoints.step_of(self._newest) != step:
+        is_saved = self._newest is not None and self._newest.is_dir() and self._saved_step == self.state.global_step
+        if not is_saved:
             with self._step_end.back_in(self):
                 self._save_checkpoint(self.model, None)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -108,7 +109,7 @@ class AtomicCheckpoints(transformers.Trainer):
                 self.state.save_to_json(str(partial / checkpoints.STATE))
             rest = {"data_seed": self._data_seed, "last_logged_step": self._globalstep_last_logged}
             (partial / REST).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
-        self._newest = folder
+        self._newest, self._saved_step = folder, self.state.global_step
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         best = self.state.best_model_checkpoint
@@ -169,8 +170,11 @@ class AtomicCheckpoints(transformers.Trainer):
         return SeededByEpoch(sampler, self._data_seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def _load_best_model(self) -> None:
-        checkpoints.check(Path(self.state.best_model_checkpoint))
+        best = Path(self.state.best_model_checkpoint)
+        checkpoints.check(best)
         super()._load_best_model()
+        # The optimizer's states are those of the last step: together they are no step's.
+        self._step_end, self._newest = None, best
         self._keep_best_alone()
 
     def _finalize_training(self, *positional: Any, **options: Any) -> Any:

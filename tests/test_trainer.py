@@ -297,6 +297,8 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     for name, value in saved.state_dict().items():
         assert torch.equal(value, trainer.model.state_dict()[name]), name
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
+    # The weights are of one step and the optimizer of another, which is no checkpoint.
+    assert trainer.save_checkpoint() == tmp_path / "checkpoint-2"
 
 
 def test_tensorboard_gets_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
