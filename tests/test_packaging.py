@@ -28,8 +28,20 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
 LAYERS = [
-    {"config", "loss", "refusals", "triton_kernels", "presets", "data", "metrics", "options", "interrupts"},
-    {"triton_pages", "triton_select", "rounding", "quantise"},
+    {
+        "config",
+        "loss",
+        "refusals",
+        "triton_kernels",
+        "presets",
+        "data",
+        "metrics",
+        "options",
+        "interrupts",
+        "checkpoints",
+        "quantised",
+    },
+    {"triton_pages", "triton_select", "rounding", "quantise", "resuming"},
     {"memory", "attention", "grads", "inputs", "moments"},
     {"plan", "model", "optim"},
     {"facts", "advice"},
