@@ -118,7 +118,8 @@ def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path)
     assert "--overwrite_output_dir" in refused.output
     replaced = invoke("train", *TOY, "--output_dir", "runs/demo", "--overwrite_output_dir")
     assert replaced.exit_code == 0
-    assert sorted(path.name for path in (here / "runs" / "demo").iterdir()) == ["config.yaml", "metrics.jsonl", "model"]
+    left = ["config.yaml", "metrics.jsonl", "model", "report.html"]
+    assert sorted(path.name for path in (here / "runs" / "demo").iterdir()) == left
 
 
 def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> None:
@@ -165,7 +166,7 @@ def ctrl_c() -> None:
 def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = trainer.Trainer.evaluate
     monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
-    result = invoke("train", *TOY, "--output_dir", "out")
+    result = invoke("train", *TOY, "--output_dir", "out", "--sample_tokens", "0")
     assert result.exit_code == 0, result.output
     assert result.output.count("skipping the held-out loss at the next chunk; Ctrl-C again ends the program") == 2
     assert [event["event"] for event in records(here / "out")] == ["start", *["step"] * 3, "end"]
@@ -242,7 +243,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--device", "cuda:99"], "is not here: this machine shows"),
         (["--device", "abacus"], "device 'abacus' is unknown"),
-        (["--resume_from_checkpoint", "nowhere"], "holds no trainer_state.json"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is no checkpoint: there is no such folder"),
         (["--tokenizer_name", "demo"], "has no tokenizer"),
         (["--resume_from_checkpoint"], "takes the latest checkpoint of --output_dir: name that"),
         (["--resume_from_checkpoint", "--output_dir", "none"], "--output_dir none holds no checkpoint to resume from"),

@@ -26,7 +26,7 @@ from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
 
 TOY = [
     "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--output_dir", "out",
-    "--overwrite_output_dir", "--dataset", "text.txt",
+    "--overwrite_output_dir", "--dataset", "text.txt", "--sample_tokens", "0",
 ]  # fmt: skip
 EVERYTHING = View(
     title="a model on some text, 1,048,576 tokens a step",

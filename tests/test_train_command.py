@@ -18,7 +18,7 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb import budget, presets
+from oomb import budget, presets, quantised
 from oomb.commands.train import normalised
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.optim import OffloadedAdamW
@@ -29,7 +29,7 @@ from oomb.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 TOY = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu"]
-QUICK = [*TOY, "--max_eval_samples", "0", "--output_dir", "out"]
+QUICK = [*TOY, "--max_eval_samples", "0", "--output_dir", "out", "--sample_tokens", "0", "--no_report"]
 
 
 @pytest.fixture
@@ -195,10 +195,11 @@ def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch)
         result = invoke("train", *QUICK, *flags)
         assert result.exit_code == 2
         assert message in result.output
-    monkeypatch.setattr(prepare, "_is_there", lambda package: package != "bitsandbytes")
-    result = invoke("train", *QUICK, "--use_peft", "--load_in_4bit")
-    assert "--load_in_4bit needs bitsandbytes: pip install 'oomb[qlora]'" in result.output
     monkeypatch.setattr(prepare, "_is_there", lambda package: True)
+    monkeypatch.setattr(quantised, "find_spec", lambda package: None)
+    result = invoke("train", *QUICK, "--use_peft", "--load_in_4bit")
+    assert "load_in_4bit needs bitsandbytes, which is not installed: pip install oomb[qlora]" in result.output
+    monkeypatch.setattr(quantised, "find_spec", lambda package: object())
     assert "--load_in_4bit needs a GPU" in invoke("train", *QUICK, "--use_peft", "--load_in_4bit").output
     assert [path.name for path in here.iterdir()] == ["text.txt"]
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from oomb import presets
+from oomb import checkpoints, presets
 from oomb.config import Config
 from oomb.train.settings import DEMO, LATEST, Settings
 
@@ -48,10 +45,10 @@ def output_dir_of(settings: Settings) -> Path:
 
 
 def _refuse_used(output_dir: Path) -> None:
-    whole = checkpoints(output_dir)
-    if whole:
+    newest = checkpoints.latest(output_dir)
+    if newest is not None:
         raise ValueError(
-            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint {whole[-1]}, "
+            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint {newest}, "
             "name another --output_dir, or pass --overwrite_output_dir"
         )
     for name, what in ((MODEL, "a trained model"), (METRICS, "the metrics of a run")):
@@ -59,12 +56,6 @@ def _refuse_used(output_dir: Path) -> None:
             raise ValueError(
                 f"{output_dir} already holds {what}; name another --output_dir, or pass --overwrite_output_dir"
             )
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, the newest last. trainer_state.json is written last of all."""
-    states = sorted(output_dir.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
-    return [path.parent for path in states]
 
 
 def checkpoint_of(settings: Settings) -> str | None:
@@ -76,12 +67,12 @@ def checkpoint_of(settings: Settings) -> str | None:
         raise ValueError(
             "--resume_from_checkpoint takes the latest checkpoint of --output_dir: name that, or the checkpoint itself"
         )
-    whole = checkpoints(Path(settings.output_dir).expanduser())
-    if not whole:
+    newest = checkpoints.latest(Path(settings.output_dir).expanduser())
+    if newest is None:
         raise ValueError(
             f"--output_dir {settings.output_dir} holds no checkpoint to resume from; --save_steps N writes some"
         )
-    return str(whole[-1])
+    return str(newest)
 
 
 def first_step(settings: Settings) -> int:
@@ -89,39 +80,17 @@ def first_step(settings: Settings) -> int:
     if settings.resume_from_checkpoint is None:
         return 0
     folder = Path(settings.resume_from_checkpoint)
-    state = folder / "trainer_state.json"
-    if not state.is_file():
-        raise ValueError(f"--resume_from_checkpoint {folder} is no checkpoint: it holds no trainer_state.json")
+    try:
+        checkpoints.check(folder)
+    except checkpoints.BrokenCheckpoint as error:
+        raise ValueError(f"--resume_from_checkpoint {error}") from error
     is_adapter = (folder / "adapter_config.json").is_file()
     if is_adapter != settings.use_peft:
         what = "adapters: add --use_peft" if is_adapter else "whole weights: leave out --use_peft"
         raise ValueError(f"--resume_from_checkpoint {folder} holds {what}")
     if not is_adapter:
         presets.check_model_name(settings.resume_from_checkpoint)
-    return int(json.loads(state.read_text())["global_step"])
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """All random numbers that training draws from, at one moment."""
-
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    gpu: list[torch.Tensor]
-
-    @staticmethod
-    def now() -> RandomState:
-        gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        numpy = np.random.get_state()  # noqa: NPY002 (a data set may use it)
-        return RandomState(random.getstate(), numpy, torch.get_rng_state(), gpu)
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
-        torch.set_rng_state(self.cpu)
-        if self.gpu:
-            torch.cuda.set_rng_state_all(self.gpu)
+    return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
@@ -143,13 +112,6 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
         raise
     shutil.rmtree(old, ignore_errors=True)
     return folder
-
-
-def remove_unfinished(output_dir: Path, found: set[Path]) -> None:
-    """After a forced end: the checkpoint that was being written. Its trainer_state.json is written last."""
-    for folder in set(output_dir.glob("checkpoint-*")) - found:
-        if not (folder / "trainer_state.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def how_to_go_on(output_dir: Path) -> str:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -23,6 +22,7 @@ from oomb.budget import Budget
 from oomb.config import Config
 from oomb.loss import IGNORED
 from oomb.optim import OffloadedAdamW
+from oomb.quantised import bits_config
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.trainer import Trainer
 
@@ -51,8 +51,7 @@ def check_packages(settings: Settings) -> None:
     """Optional packages that the settings ask for are there, or named."""
     if settings.use_peft and not _is_there("peft"):
         raise SettingError("use_peft", "needs peft: pip install 'oomb[peft]'")
-    if settings.load_in_4bit and not _is_there("bitsandbytes"):
-        raise SettingError("load_in_4bit", "needs bitsandbytes: pip install 'oomb[qlora]'")
+    bits_config(load_in_4bit=settings.load_in_4bit)
     for tracker in settings.trackers:
         if not any(map(_is_there, TRACKERS[tracker])):
             raise SettingError("report_to", f"{tracker} needs the package {tracker}: pip install {tracker}")
@@ -133,20 +132,17 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
 def load_windows(
     settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
 ) -> data.Split:
-    needed = data.NUM_BYTE_IDS if tokenizer is None else len(tokenizer)
-    if vocab_size < needed:
-        what = "bytes need" if tokenizer is None else "the tokenizer has"
-        raise ValueError(
-            f"{settings.model_name_or_path} has a vocabulary of {vocab_size} and {what} {needed} ids; "
-            "name the tokenizer that belongs to the model with --tokenizer_name"
-        )
     steps = settings.max_steps or (_demo_steps(device) if settings.is_demo else None)
-    split = data.load(
+    split = data.open_dataset(
         settings.dataset,
-        max_length=settings.max_length,
         tokenizer=tokenizer,
+        max_length=settings.max_length,
+        packing=settings.packing,
+        join=settings.dataset_join,
+        vocab_size=vocab_size,
         num_train=None if steps is None else steps * settings.windows_per_step,
         num_held_out=settings.max_eval_samples,
+        seed=settings.seed,
     )
     if len(split.train) < settings.per_device_train_batch_size:
         raise ValueError(
@@ -242,17 +238,11 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
 def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch.device) -> Any:
     if presets.is_preset(settings.model_name_or_path):
         raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
-    bits = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
     return AutoModelForCausalLM.from_pretrained(
         settings.model_name_or_path,
         config=model_config,
         dtype=torch.bfloat16,
-        quantization_config=bits,
+        quantization_config=bits_config(load_in_4bit=True),
         device_map={"": device},
     )
 
@@ -302,9 +292,7 @@ def trainer_of(
         **options,
     )
     if settings.optim == "offloaded_adamw":
-        optimizer = trainer.create_optimizer()
-        assert isinstance(optimizer, OffloadedAdamW)
-        optimizer.reserve()
+        trainer.create_optimizer()
         trainer.engine.budget = StatesOnHost(trainer.engine.model, config)
     return trainer
 

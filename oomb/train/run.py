@@ -11,9 +11,9 @@ import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback
 
-from oomb import data, presets
+from oomb import checkpoints, data, presets, report
 from oomb.bench import step_flops
 from oomb.config import Config
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
@@ -22,8 +22,9 @@ from oomb.metrics import JsonLines, MemoryMeter, gib, machine
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.train import config_file, outputs, prepare
-from oomb.train.outputs import CONFIG, METRICS, MODEL, RandomState
+from oomb.train.outputs import CONFIG, METRICS, MODEL
 from oomb.train.prepare import Precision, count
+from oomb.train.probe import Probe
 from oomb.train.settings import Settings
 from oomb.trainer import Trainer
 
@@ -50,6 +51,7 @@ def run(settings: Settings, console: Console) -> int:
     precision = prepare.precision_of(settings, gpu_bytes, model_config)
     tokenizer = prepare.load_tokenizer(settings, model_config)
     split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
+    probe = Probe(settings, split, tokenizer)
     told = prepare.resolved(settings, output_dir, device, len(split.train))
     arguments = prepare.arguments_of(told, device, precision.mixed)
     if first_step >= arguments.max_steps:
@@ -66,7 +68,6 @@ def run(settings: Settings, console: Console) -> int:
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    found = set(output_dir.iterdir())
     (output_dir / CONFIG).write_text(config_file.write(told), encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
@@ -93,11 +94,13 @@ def run(settings: Settings, console: Console) -> int:
                 log.write(event="held_out", step=first_step, loss=before)
                 when = "before training" if resume is None else f"of the checkpoint, step {first_step}"
                 display.print(f"held-out loss {when}: {before:.4f}")
+            if resume is None:
+                probe.run("before", trainer, display, first_step)
             stopped = interrupts.terminated or _train(trainer, display, resume)
             if display.step_times:
                 interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
                 if stopped:
-                    _save_checkpoint(trainer, output_dir)
+                    trainer.save_checkpoint()
                 saved_to = outputs.save(model, tokenizer, output_dir / MODEL)
             step = trainer.state.global_step
             after = display.held_out.get(step)
@@ -105,6 +108,8 @@ def run(settings: Settings, console: Console) -> int:
                 after = _held_out_loss(trainer, split.held_out, display)
                 if after is not None:
                     log.write(event="held_out", step=step, loss=after)
+            if not stopped:
+                probe.run("after", trainer, display, step)
             log.write(
                 event="end",
                 stopped=stopped,
@@ -116,10 +121,10 @@ def run(settings: Settings, console: Console) -> int:
             )
     except KeyboardInterrupt:
         display.close()
-        outputs.remove_unfinished(output_dir, found)
+        checkpoints.clean(output_dir)
         what = f"the trained model is in {saved_to}" if saved_to else "nothing was saved"
         console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
-        if outputs.checkpoints(output_dir):
+        if checkpoints.latest(output_dir) is not None:
             console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
         return EXIT_INTERRUPTED
     if stopped:
@@ -129,6 +134,8 @@ def run(settings: Settings, console: Console) -> int:
         )
     if saved_to is not None:
         places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
+        if settings.report:
+            places["report"] = report.write_report(output_dir)
         title = "Stopped" if stopped else "Done"
         console.print(display.summary(title, (before, after), time.monotonic() - started, places))
         next_steps = (
@@ -165,38 +172,17 @@ def _facts(
     )
 
 
-class _RandomStates(TrainerCallback):
-    """Notes the random numbers at every step's end: a step that is broken off has drawn some that count for nothing."""
-
-    def __init__(self) -> None:
-        self.latest: RandomState | None = None
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.latest = RandomState.now()
-
-
 def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> bool:
     """Train; True where a signal ended it early, which is between two chunks and never inside an optimizer step."""
     notice = "stopping at the next chunk and saving; Ctrl-C again ends without saving"
     display.interrupts.stop(notice)
-    random_states = _RandomStates()
-    trainer.add_callback(random_states)
     try:
         trainer.train(resume_from_checkpoint=resume)
     except StopRequested:
-        if random_states.latest is not None:
-            random_states.latest.restore()
         return True
     finally:
         display.close()
     return display.interrupts.stop_requested and trainer.state.global_step < trainer.state.max_steps
-
-
-def _save_checkpoint(trainer: Trainer, output_dir: Path) -> None:
-    """The last whole step, to go on from. A checkpoint of it may be there already."""
-    folder = output_dir / f"checkpoint-{trainer.state.global_step}"
-    if folder not in outputs.checkpoints(output_dir):
-        trainer._save_checkpoint(trainer.model, trial=None)
 
 
 def _held_out_loss(trainer: Trainer, held_out: data.Windows | None, display: TrainingDisplay) -> float | None:
@@ -261,7 +247,5 @@ def _describe(
             "made for (max_position_embeddings): lower it, or scale RoPE, with YaRN for example, by rope_parameters "
             "in the model's config.json (docs/quickstart.md)[/]"
         )
-    if split.skipped:
-        left_out = escape(str(split.skipped[0]))
-        lines.append(f"[yellow]{count(len(split.skipped), 'file')} without text left out: {left_out}, …[/]")
+    lines += [f"[yellow]{escape(note)}[/]" for note in split.notes]
     return "\n".join(lines)

@@ -100,10 +100,27 @@ class Settings:
     )
 
     dataset: str = setting(
-        "stdlib", DATA, "A text file, a folder of text files, or stdlib: Python's own library source."
+        "stdlib",
+        DATA,
+        "A text file, a folder of them, JSON lines (text, or messages of a conversation), a table of the datasets "
+        "library, a folder that oomb tokenize wrote, or stdlib: Python's own library source.",
     )
     max_length: int = setting(
         16384, DATA, "Context: tokens per training window. 16384 and 16K are the same.", least=2, kind="tokens"
+    )
+
+    packing: str = setting(
+        "auto",
+        DATA,
+        "windows: documents joined and cut into full windows; documents: each by itself, long ones in pieces. auto: "
+        "windows of text, documents of conversations.",
+        choices=("auto", "windows", "documents"),
+    )
+    dataset_join: str = setting(
+        "documents",
+        DATA,
+        "What a folder is: documents, one a file; or a repository, one document with the files' names in it.",
+        choices=("documents", "repository"),
     )
 
     max_steps: int | None = setting(
@@ -155,6 +172,16 @@ class Settings:
     )
     eval_steps: int | None = setting(None, EVALUATION, "Every so many steps; makes --eval_strategy steps.", least=1)
 
+    needle_lengths: str | None = setting(
+        None,
+        EVALUATION,
+        "Before and after, hide needles in texts of so many tokens, as in 4K,16K, and ask for them.",
+        kind="words",
+    )
+    sample_tokens: int = setting(
+        64, EVALUATION, "Before and after, let the model write so many tokens, for the report. 0: none.", least=0
+    )
+
     output_dir: str | None = setting(None, OUTPUT, "Where to save. Default: a new folder under runs/.")
     overwrite_output_dir: bool = setting(False, OUTPUT, "Write into an --output_dir that holds an earlier run.")
     save_steps: int | None = setting(
@@ -179,6 +206,7 @@ class Settings:
         kind="words",
     )
     run_name: str | None = setting(None, REPORTING, "The run's name there. Default: that of its folder.")
+    report: bool = setting(True, REPORTING, "Write OUTPUT_DIR/report.html at the end.")
 
     engine: dict[str, Any] = field(default_factory=dict)
     """Fields of `oomb.Config`."""
@@ -203,6 +231,7 @@ class Settings:
         if self.optim_args is not None and self.optim != "offloaded_adamw":
             raise SettingError("optim_args", "are those of --optim offloaded_adamw; name that, or leave them out")
         self.optimizer_options()
+        _ = self.needle_sizes
         for name in self.trackers:
             if name not in TRACKERS:
                 raise SettingError("report_to", f"{name!r} is unknown; use none, {', '.join(TRACKERS)}")
@@ -231,6 +260,10 @@ class Settings:
         if not names:
             raise SettingError("lora_target_modules", "names no layer; use all-linear, or names as in q_proj,v_proj")
         return names[0] if names == ["all-linear"] else names
+
+    @property
+    def needle_sizes(self) -> tuple[int, ...]:
+        return tuple(_tokens("needle_lengths", length) for length in (self.needle_lengths or "").split(",") if length)
 
     def optimizer_options(self) -> dict[str, Any]:
         """What `--optim_args` says. Small updates are kept exactly unless told otherwise."""
