@@ -20,7 +20,7 @@ import oomb
 from oomb import panel, presets, progress
 from oomb.forecast import PEAK_TFLOPS
 from oomb.interrupts import StopRequested
-from oomb.metrics import GIB, MemoryMeter
+from oomb.metrics import GIB, JsonLines, MemoryMeter
 from oomb.panel import View, lines_of, sparkline
 from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
 
@@ -289,3 +289,14 @@ def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
     assert "2, up to step 12" in captured.get()
     assert "2.0000 → not computed" in captured.get()
     assert "200 (100 a step)" in captured.get()
+
+
+def test_half_a_line_of_a_killed_run_stays_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "start"}\n{"event": "st')
+    with JsonLines(path, append=True) as log:
+        log.write(event="start", again=True)
+    assert path.read_text().splitlines()[-1] == '{"event": "start", "again": true}'
+    with JsonLines(path, append=True) as log:
+        log.write(event="end")
+    assert len(path.read_text().splitlines()) == 4
