@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import json
 import os
 import shutil
@@ -179,8 +181,13 @@ def end_at(patch: pytest.MonkeyPatch, operation: int) -> None:
 
     # A power cut is not what is tried here, and fsync is slow.
     patch.setattr(os, "fsync", lambda descriptor: None)
-    for name in ("mkdir", "rename", "fsync", "unlink", "rmdir", "open"):
-        patch.setattr(os, name, counted(getattr(os, name)))
+    for module, names_of_calls in (
+        (os, ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "open", "chmod", "sendfile")),
+        (io, ("open",)),
+        (builtins, ("open",)),
+    ):
+        for name in names_of_calls:
+            patch.setattr(module, name, counted(getattr(module, name)))
 
 
 def rewrite(folder: Path) -> None:
