@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # As for `python examples/NAME.py`: examples import `toy` from their own folder.
 sys.path.insert(0, str(EXAMPLES))
+
+toy = import_module("toy")
 
 
 def run_example(name: str, *swaps: tuple[str, str]) -> dict[str, Any]:

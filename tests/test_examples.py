@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
-from scripts import EXAMPLES, load, logged, run_example
+from scripts import EXAMPLES, load, logged, run_example, toy
 from test_packaging import ROOT, fences
 
 import oomb
