@@ -12,29 +12,34 @@ if TYPE_CHECKING:
     from oomb.model import UnsupportedModelError
     from oomb.optim import OffloadedAdamW
     from oomb.trainer import Trainer
+    from oomb.trl import DPOTrainer as DPOTrainer
+    from oomb.trl import SFTTrainer as SFTTrainer
 
 __version__ = "0.1.0"
 
 # Loaded at first use: `oomb --help` and `import oomb` stay free of torch and transformers.
 _HOME = {
     "Config": "oomb.config",
+    "DPOTrainer": "oomb.trl",
     "Engine": "oomb.engine",
     "OffloadedAdamW": "oomb.optim",
     "OutOfPages": "oomb.memory",
+    "SFTTrainer": "oomb.trl",
     "Trainer": "oomb.trainer",
     "UnsupportedModelError": "oomb.model",
 }
 
+# Without `DPOTrainer` and `SFTTrainer`: `from oomb import *` must not ask for TRL.
 __all__ = ["Config", "Engine", "OffloadedAdamW", "OutOfPages", "Trainer", "UnsupportedModelError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'oomb' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module 'oomb' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_HOME})

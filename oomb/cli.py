@@ -9,7 +9,10 @@ import typer
 
 from oomb import __version__
 from oomb.commands.bench import bench
+from oomb.commands.eval import eval_
 from oomb.commands.plan import plan
+from oomb.commands.report import report
+from oomb.commands.tokenize import tokenize
 from oomb.commands.train import train
 from oomb.commands.verify import verify
 
@@ -19,9 +22,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
-    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb plan[/] says what will fit, before anything "
+    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb tokenize[/] prepares large datasets. "
+    "[bold]oomb plan[/] says what will fit, before anything "
     "is allocated. [bold]oomb verify MODEL[/] checks the gradients of your own model. [bold]oomb bench[/] measures "
-    "time and memory beside standard training.",
+    "time and memory beside standard training. [bold]oomb eval MODEL[/] measures what a model makes of a long context, "
+    "[bold]oomb report RUN[/] writes a page about a training run.",
 )
 
 
@@ -40,10 +45,12 @@ def _main(
     pass
 
 
-for command in (train, plan, verify, bench):
+for command in (train, tokenize, plan, verify, bench, eval_, report):
     # Its help is its docstring, each paragraph one line for the terminal to wrap.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    name, kind = command.__name__.rstrip("_"), getattr(command, "command_class", None)
+    app.command(name, help=text, cls=kind)(command)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,11 @@ class JsonLines:
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_torn = append and path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         self._file = path.open("a" if append else "w", encoding="utf-8")
+        if is_torn:
+            # A killed run left half a line behind; what comes now is not to be part of it.
+            self._file.write("\n")
 
     def write(self, **record: Any) -> None:
         self._file.write(json.dumps(record, default=str) + "\n")

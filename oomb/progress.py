@@ -1,23 +1,27 @@
-"""What `oomb train` shows and logs: a live bar on a terminal, plain lines elsewhere, JSON lines on disk."""
+"""What `oomb train` shows and logs: a live panel on a terminal, plain lines elsewhere, JSON lines on disk."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from oomb.engine import Engine
+from oomb.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
+from oomb.interrupts import Interrupts
+from oomb.memory import GPU, HOST
 from oomb.metrics import JsonLines, MemoryMeter, gib, seconds
+from oomb.panel import LivePanel, View
 
 # Between two plain lines within one step: a step of a million tokens takes minutes, and silence looks like a crash.
 PLAIN_INTERVAL_S = 30.0
@@ -25,82 +29,112 @@ PLAIN_INTERVAL_S = 30.0
 # Of a step's time, about: the gradient pass computes every chunk again and then its backward, twice the work of that.
 FILL_SHARE = 0.25
 
-# rich estimates speed from what was done in this time, half a minute by default; a single chunk can take longer.
-SPEED_PERIOD_S = 3600.0
+NUM_PRINTED = 40
+"""Lines that are printed again when a window that got narrower has been cleared."""
 
 
-class StopRequested(Exception):
-    """Raised between two chunks after Ctrl-C, where weights and optimizer are whole."""
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the display is told of a run before it starts."""
+
+    title: str
+    tokens_per_step: int
+    num_eval_batches: int = 1
+    flops_per_step: float | None = None
+    peak_flops: float | None = None
+    """Of the GPU, where it is known."""
+    device_bytes: int | None = None
+    """Memory there is: on the GPU, or of the machine where there is none."""
+    gpu_page_bytes: int | None = None
+    """Memory set aside for pages there."""
+    host_page_bytes: int | None = None
+    """Host memory that pages may take."""
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        if not self.flops_per_step or not self.peak_flops:
+            return None
+        return tokens_per_s / self.tokens_per_step * self.flops_per_step / self.peak_flops
+
+
+def peak_flops(gpu_name: str | None) -> float | None:
+    """FLOP/s of a GPU in bfloat16 by its datasheet, where its name is known."""
+    scale = Machine(gpu_bytes=0, host_bytes=0, gpu_name=gpu_name).scale
+    return None if scale is None else scale * PEAK_TFLOPS[MEASURED_ON] * 1e12
 
 
 class TrainingDisplay(TrainerCallback):
     """Follows steps through the callbacks and chunks through `engine.progress` (pass `self.chunk_done` as that)."""
 
-    def __init__(
-        self, console: Console, log: JsonLines, meter: MemoryMeter, tokens_per_step: int, engine: Engine
-    ) -> None:
-        self.console = console
-        self.log = log
-        self.meter = meter
-        self.tokens_per_step = tokens_per_step
-        self.engine = engine
-        self.stop_requested = False
+    def __init__(self, console: Console, log: JsonLines, meter: MemoryMeter, engine: Engine, facts: Facts) -> None:
+        self.console, self.log, self.meter, self.engine, self.facts = console, log, meter, engine, facts
+        self.interrupts = Interrupts(self.say)
         self.losses: list[float] = []
         self.step_times: list[float] = []
+        self.step_tokens: list[int] = []
+        self.held_out: dict[int, float] = {}
+        """Held-out losses that were computed while training, by step."""
+        self.clock = Clock()
+        self._panel: LivePanel | None = None
+        self._printed: deque[RenderableType] = deque(maxlen=NUM_PRINTED)
+        self._view = View(title=facts.title)
         self._evaluation: str | None = None
+        self._in_training = False
+        self._first_step = 0
         self._num_batches = 1
-        self._batch = 0
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._step = 0
-        self._max_steps = 0
-        self._step_started = 0.0
+        self._tokens_seen: int = 0
         self._last_line = 0.0
-        self._status = ""
+        self._started = time.monotonic()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a panel can stand on the terminal; a dumb one cannot move its cursor."""
+        return self.console.is_terminal and not self.console.is_dumb_terminal
 
     @property
     def tokens_per_second(self) -> float:
         """Over all steps but the first, which may compile; over the first where there is no other."""
-        times = self.step_times[1:] or self.step_times
-        return self.tokens_per_step * len(times) / max(sum(times), 1e-9)
+        times, tokens = self.step_times[1:] or self.step_times, self.step_tokens[1:] or self.step_tokens
+        return sum(tokens) / max(sum(times), 1e-9)
 
     def chunk_done(self, phase: str, done: int, total: int) -> None:
         self.meter.sample()
-        if self.stop_requested:
-            raise StopRequested
-        share = done / total
-        if self._evaluation is None:
-            share = FILL_SHARE * share if phase == "fill" else FILL_SHARE + (1 - FILL_SHARE) * share
-        finished = (self._batch + share) / self._num_batches
-        if done == total and (phase == "gradient" or self._evaluation is not None):
-            self._batch += 1
-        if self._bar is not None:
-            completed = finished if self._evaluation is not None else self._step + min(finished, 1.0)
-            self._bar.update(self._task, completed=completed, chunk=f"{phase[:4]} {done}/{total}")
-        elif time.monotonic() - self._last_line > PLAIN_INTERVAL_S:
-            if self._evaluation is not None:
-                self._print_line(f"{self._evaluation}  chunk {done}/{total}, {finished:.0%}")
-            elif self._max_steps:
-                self._print_line(f"step {self._step + 1}/{self._max_steps}  {phase} pass, chunk {done}/{total}")
+        self.interrupts.check()
+        view, is_evaluating = self._view, self._is_evaluating()
+        if self._in_training and is_evaluating != (view.doing != "step"):
+            self._turn(is_evaluating)
+        self.clock.chunk_done(phase, done, total)
+        view.phase, view.chunk, view.num_chunks, view.pass_done = phase, done, total, done / total
+        view.batch = min(self.clock.batch + 1, self.clock.num_batches)
+        view.num_batches, view.done = self.clock.num_batches, self.clock.done
+        if done == total and (phase == "gradient" or is_evaluating):
+            self.clock.batch += 1
+        self._sample()
+        if self._panel is None and time.monotonic() - self._last_line > PLAIN_INTERVAL_S:
+            left = self.clock.left_s()
+            rest = "" if left is None else f", {seconds(left)} left"
+            if is_evaluating:
+                self._print_line(f"{view.doing}  chunk {done}/{total}, {view.done:.0%}{rest}")
+            elif self._in_training:
+                self._print_line(
+                    f"step {view.step + 1}/{view.max_steps}  {phase} pass, chunk {done}/{total}, {view.done:.0%}{rest}"
+                )
+
+    def _is_evaluating(self) -> bool:
+        return self._evaluation is not None or not self.engine.model.lm.training
+
+    def _turn(self, to_evaluation: bool) -> None:
+        """The trainer has begun to evaluate between two steps, or has gone back to training."""
+        self._view.doing = "held-out loss" if to_evaluation else "step"
+        num_batches = self.facts.num_eval_batches if to_evaluation else self._num_batches
+        self.clock.begin(num_batches, forward_only=to_evaluation)
 
     @contextmanager
     def evaluating(self, what: str, num_batches: int) -> Iterator[None]:
         """Shows the chunks of an evaluation outside training."""
-        self._evaluation, self._num_batches, self._batch = what, num_batches, 0
-        self._last_line = time.monotonic()
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TextColumn("[dim]{task.fields[chunk]}"),
-                TimeRemainingColumn(),
-                TextColumn("[dim]left"),
-                console=self.console,
-                transient=True,
-                speed_estimate_period=SPEED_PERIOD_S,
-            )
-            self._task = self._bar.add_task(what, total=1, chunk="")
-            self._bar.start()
+        self._evaluation = what
+        self._view = View(title=self.facts.title, doing=what, losses=self.losses)
+        self.clock.begin(num_batches, forward_only=True)
+        self._open()
         try:
             yield
         finally:
@@ -110,39 +144,27 @@ class TrainingDisplay(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._max_steps = state.max_steps
         self._num_batches = args.gradient_accumulation_steps
-        self._step = state.global_step
-        self._last_line = time.monotonic()
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=8),
-                TextColumn("{task.fields[status]}"),
-                TextColumn("[dim]{task.fields[chunk]}"),
-                TimeRemainingColumn(),
-                TextColumn("[dim]left"),
-                # Everything must fit into 80 columns, or rich cuts the figures short.
-                console=self.console,
-                speed_estimate_period=SPEED_PERIOD_S,
-            )
-            self._task = self._bar.add_task(
-                "train", total=state.max_steps, completed=state.global_step, status="", chunk=""
-            )
-            self._bar.start()
+        self._tokens_seen = state.num_input_tokens_seen
+        self._view = View(title=self.facts.title, step=state.global_step, max_steps=state.max_steps, losses=self.losses)
+        self._in_training = True
+        self._first_step = state.global_step
+        self._open()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._step_started = time.monotonic()
-        self._batch = 0
+        self._view.doing = "step"
+        self.clock.begin(args.gradient_accumulation_steps)
         self.engine.reset_stats()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._step = state.global_step
-        self.step_times.append(time.monotonic() - self._step_started)
-        if self.stop_requested:
+        self._view.step, self._view.done = state.global_step, 0.0
+        self.step_times.append(self.clock.step_done())
+        # Counted by the trainer, if it was told to.
+        seen, self._tokens_seen = self._tokens_seen, state.num_input_tokens_seen
+        self.step_tokens.append(int(self._tokens_seen - seen) or self.facts.tokens_per_step)
+        if self.interrupts.stop_requested:
             control.should_training_stop = True
 
     def on_log(
@@ -156,12 +178,12 @@ class TrainingDisplay(TrainerCallback):
         if logs is None or "loss" not in logs or not self.step_times:
             return
         self.losses.append(float(logs["loss"]))
-        step_time = self.step_times[-1]
-        speed = self.tokens_per_step / max(step_time, 1e-9)
-        peak, stats = self.meter.peak_bytes, self.engine.stats
-        # On a terminal everything must fit into 80 columns: what is on the host, and only what was waited for.
-        beside = f" + {gib(stats.host_peak_bytes)} host" if stats.host_peak_bytes else ""
-        waited = f" waited {seconds(stats.waited_seconds)}" if stats.waited_seconds > 0.01 * step_time else ""
+        step_time, tokens, view = self.step_times[-1], self.step_tokens[-1], self._view
+        speed = tokens / max(step_time, 1e-9)
+        mfu, peak, stats = self.facts.mfu(speed), self.meter.peak_bytes, self.engine.stats
+        view.grad_norm, view.learning_rate = logs.get("grad_norm"), logs.get("learning_rate")
+        view.tokens_per_s, view.mfu, view.step_s = speed, mfu, step_time
+        view.waited_s = stats.waited_seconds if stats.waited_seconds > 0.01 * step_time else 0.0
         self.log.write(
             event="step",
             step=state.global_step,
@@ -169,34 +191,87 @@ class TrainingDisplay(TrainerCallback):
             grad_norm=logs.get("grad_norm"),
             learning_rate=logs.get("learning_rate"),
             step_s=round(step_time, 4),
+            tokens=tokens,
             tokens_per_s=round(speed, 1),
+            mfu=None if mfu is None else round(mfu, 4),
             peak_memory_bytes=peak,
             gpu_page_bytes=stats.gpu_peak_bytes,
             host_page_bytes=stats.host_peak_bytes,
             loaded_bytes=stats.loaded_bytes,
             stored_bytes=stats.stored_bytes,
             waited_s=round(stats.waited_seconds, 4),
+            wall_s=round(time.monotonic() - self._started, 2),
         )
-        if self._bar is not None:
-            status = f"loss [bold]{logs['loss']:.3f}[/] {speed:,.0f} tok/s {gib(peak)}{beside}{waited}"
-            self._bar.update(self._task, completed=state.global_step, status=status, chunk="")
-        else:
+        # What trackers get: they come after us in the list of callbacks.
+        logs["tokens_per_second"] = round(speed, 1)
+        if mfu is not None:
+            logs["mfu"] = round(mfu, 4)
+        if self._panel is None:
+            beside = f" + {gib(stats.host_peak_bytes)} host" if stats.host_peak_bytes else ""
+            waited = f" waited {seconds(view.waited_s)}" if view.waited_s else ""
+            used = "" if mfu is None else f"  MFU {mfu:.1%}"
+            left = self._run_left()
+            rest = f"  {seconds(left)} left" if left else ""
             self._print_line(
-                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {speed:,.0f} tok/s  "
-                f"{self.meter.label} {gib(peak)}{beside}  {seconds(step_time)}{waited}"
+                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {speed:,.0f} tok/s{used}  "
+                f"{self.meter.label} {gib(peak)}{beside}  {seconds(step_time)}{waited}{rest}"
             )
 
-    def close(self) -> None:
-        """Takes the bar off the screen. Also called when training stops by an exception."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        loss = kwargs.get("metrics", {}).get("eval_loss")
+        if self._in_training and loss is not None:
+            self.held_out[state.global_step] = self._view.held_out = float(loss)
+            self.log.write(event="held_out", step=state.global_step, loss=float(loss))
+            if self._panel is None:
+                self._print_line(f"step {state.global_step}/{state.max_steps}  held-out loss {loss:.4f}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._max_steps = 0
         self.close()
+
+    def close(self) -> None:
+        """Takes the panel off the screen. Also called when training stops by an exception."""
+        self._in_training = False
+        if self._panel is not None:
+            self._panel.stop()
+            self._panel = None
+
+    def _open(self) -> None:
+        self._last_line = time.monotonic()
+        self._sample()
+        if self.is_live:
+            self._panel = LivePanel(self.console, self._now, self._printed)
+            self._panel.start(refresh=True)
+
+    def _sample(self) -> None:
+        """Memory as it is, for the panel's thread to show."""
+        facts, pages = self.facts, self.engine.budget.tiers.peak_bytes
+        tier = "GPU" if self.meter.on_gpu else "RAM"
+        memory: list[tuple[str, int, int | None]] = [(f"{tier} peak", self.meter.peak_bytes, facts.device_bytes)]
+        if facts.gpu_page_bytes:
+            memory.append((f"{tier} pages", pages[GPU], facts.gpu_page_bytes))
+        if self.meter.on_gpu or pages[HOST]:
+            memory.append(("host pages", pages[HOST], facts.host_page_bytes))
+        self._view.memory = memory
+
+    def _now(self) -> View:
+        """The view with its clocks set; the panel's thread asks for it."""
+        view = self._view
+        view.left_s, view.run_left_s = self.clock.left_s(), self._run_left()
+        view.run_elapsed_s = time.monotonic() - self._started
+        return view
+
+    def _run_left(self) -> float | None:
+        view = self._view
+        if not self._in_training or view.doing != "step":
+            return None
+        pace, left = self.clock.pace_s(), self.clock.left_s()
+        if pace is None:
+            return None
+        steps = view.max_steps - view.step
+        # Between two steps nothing is left of the last one, and the next has not begun.
+        return steps * pace if left is None else max(0, steps - 1) * pace + left
 
     def summary(
         self, title: str, held_out: tuple[float | None, float | None], wall_s: float, places: dict[str, Path]
@@ -206,15 +281,15 @@ class TrainingDisplay(TrainerCallback):
         table.add_column(overflow="fold")
         last = self.losses[-5:]
         if last:
-            mean = sum(last) / len(last)
-            table.add_row("training loss", f"{self.losses[0]:.4f} → {mean:.4f} (mean of the last {len(last)})")
+            table.add_row("training loss", f"{self.losses[0]:.4f} → {mean(last):.4f} (mean of the last {len(last)})")
         before, after = ("not computed" if loss is None else f"{loss:.4f}" for loss in held_out)
         if held_out != (None, None):
             table.add_row("held-out loss", f"{before} → {after}")
-        num_steps = len(self.step_times)
-        table.add_row("steps", f"{num_steps}" if self._step == num_steps else f"{num_steps}, up to step {self._step}")
-        table.add_row("tokens", f"{num_steps * self.tokens_per_step:,} ({self.tokens_per_step:,} a step)")
-        table.add_row("speed", f"{self.tokens_per_second:,.0f} tokens/s")
+        num_steps, step = len(self.step_times), self._view.step
+        table.add_row("steps", f"{num_steps}, up to step {step}" if self._first_step else f"{num_steps}")
+        tokens, mfu = sum(self.step_tokens), self.facts.mfu(self.tokens_per_second)
+        table.add_row("tokens", f"{tokens:,} ({round(tokens / max(num_steps, 1)):,} a step)")
+        table.add_row("speed", f"{self.tokens_per_second:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}"))
         table.add_row("time", seconds(wall_s))
         table.add_row(self.meter.label, gib(self.meter.peak_bytes))
         for name, path in places.items():
@@ -222,49 +297,76 @@ class TrainingDisplay(TrainerCallback):
         return table
 
     def say(self, line: str) -> None:
-        """From a signal handler, which may have interrupted the very printing of another line."""
-        try:
-            self._print_line(line)
-        except RuntimeError:
-            os.write(2, f"{line}\n".encode())
+        self._print_line(line)
+
+    def print(self, markup: str) -> None:
+        """Lines that are the run's own; they are there again after a narrower window has been cleared."""
+        text = Text.from_markup(markup)
+        self._printed.append(text)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def _print_line(self, line: str) -> None:
         self._last_line = time.monotonic()
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        text = Text(line)
+        self._printed.append(text)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
 
-class Interrupts:
-    """What Ctrl-C means during a run. Within `with`: by default it ends the program, as ever."""
+class Clock:
+    """Where in a step we are, in time: how much is done, and how much is left.
 
-    def __init__(self, display: TrainingDisplay) -> None:
-        self.display = display
-        self._notice: str | None = None
-        self._ignored: str | None = None
-        self._previous: Any = None
+    Chunks take unlike times: later ones attend to more, and the gradient pass is dearer than the fill pass. A whole
+    step's chunks tell how the next one's time will be spent; until there is one, a rule of thumb does.
+    """
 
-    def stop(self, notice: str) -> None:
-        """From here on the first Ctrl-C says `notice` and stops at the next chunk, the second ends the program."""
-        self._notice, self._ignored = notice, None
-        self.display.stop_requested = False
+    def __init__(self) -> None:
+        self.batch, self.num_batches = 0, 1
+        self.done = 0.0
+        self._forward_only = False
+        self._begun: float | None = None
+        self._marked = 0.0
+        self._left: float | None = None
+        self._marks: dict[tuple[int, str, int, int], float] = {}
+        self._shares: dict[tuple[int, str, int, int], float] = {}
+        self._times: list[float] = []
 
-    def ignore(self, notice: str) -> None:
-        """From here on Ctrl-C says `notice` and does nothing."""
-        self._ignored = notice
+    def begin(self, num_batches: int, *, forward_only: bool = False) -> None:
+        self.batch, self.num_batches, self.done = 0, max(1, num_batches), 0.0
+        self._forward_only = forward_only
+        self._begun = self._marked = time.monotonic()
+        self._left = None if forward_only else self.pace_s()
+        self._marks = {}
 
-    def _on_interrupt(self, signum: int, frame: Any) -> None:
-        if self._ignored is not None:
-            self.display.say(self._ignored)
-        elif self._notice is None or self.display.stop_requested:
-            raise KeyboardInterrupt
-        else:
-            self.display.stop_requested = True
-            self.display.say(self._notice)
+    def chunk_done(self, phase: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = now
+        key = self.batch, phase, done, total
+        elapsed = now - self._begun
+        self._marks[key] = elapsed
+        share = done / total
+        if not self._forward_only:
+            share = FILL_SHARE * share if phase == "fill" else FILL_SHARE + (1 - FILL_SHARE) * share
+        guess = min((self.batch + share) / self.num_batches, 1.0)
+        self.done = guess if self._forward_only else self._shares.get(key, guess)
+        self._marked, self._left = now, elapsed / max(self.done, 1e-9) * (1 - self.done)
 
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
-        return self
+    def step_done(self) -> float:
+        """Seconds that the step took."""
+        took = 0.0 if self._begun is None else time.monotonic() - self._begun
+        self._times.append(took)
+        self._shares = {key: at / max(took, 1e-9) for key, at in self._marks.items()}
+        self._begun = self._left = None
+        return took
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+    def pace_s(self) -> float | None:
+        """Seconds of a step: of all but the first, which may compile; in the first, what it will come to."""
+        if self._times:
+            return mean(self._times[1:] or self._times)
+        if self._begun is None or not self.done or self._forward_only:
+            return None
+        return (self._marked - self._begun) / self.done
+
+    def left_s(self) -> float | None:
+        """Seconds left of the step, or of the evaluation."""
+        return None if self._left is None else max(0.0, self._left - (time.monotonic() - self._marked))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
@@ -15,17 +14,27 @@ from transformers.modeling_outputs import CausalLMOutput
 from oomb.config import Config
 from oomb.engine import Engine
 from oomb.loss import IGNORED
+from oomb.optim import OffloadedAdamW
+from oomb.resuming import AtomicCheckpoints
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask"})
+OPTIMIZERS = {"offloaded_adamw": "float32", "offloaded_adamw_bf16": "bfloat16", "offloaded_adamw_8bit": "8bit"}
+"""Choices of `optimizer`, and how the moments rest in host memory (`state_dtype` of `oomb.OffloadedAdamW`)."""
 
 
-class Trainer(transformers.Trainer):
-    """Use it as `transformers.Trainer`; `engine_config` is the one argument more.
+class Trainer(AtomicCheckpoints):
+    """Use it as `transformers.Trainer`; `engine_config` and `optimizer` are the arguments more.
 
     Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
     Where `compute_metrics` is given, its `predictions` are therefore per-token log-probabilities [B, T]
     (see `Engine.logprobs`) and not logits. Batches without `labels` are trained on their `input_ids`.
+
+    `optimizer` is "offloaded_adamw", with its states in host memory (`oomb.OffloadedAdamW`), or the same with states
+    in 16 or 8 bits, "offloaded_adamw_bf16" or "offloaded_adamw_8bit". By default `optim` of `args` decides.
     """
+
+    optimizer: Any
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
 
     def __init__(
         self,
@@ -33,6 +42,7 @@ class Trainer(transformers.Trainer):
         args: TrainingArguments | None = None,
         *positional: Any,
         engine_config: Config | None = None,
+        optimizer: str | None = None,
         **options: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
@@ -42,6 +52,8 @@ class Trainer(transformers.Trainer):
         self._engine: Engine | None = None
         self._engine_of: tuple[nn.Module, torch.device] | None = None
         super().__init__(model, args, *positional, **options)
+        if optimizer is not None:
+            self._choose_optimizer(optimizer)
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func takes logits, which the engine never holds: subclass oomb.Trainer and build the "
@@ -52,6 +64,26 @@ class Trainer(transformers.Trainer):
         self._loss_shifts_labels = True
         # An unsupported model is refused here, before any data is read.
         _ = self.engine
+
+    def _choose_optimizer(self, name: str) -> None:
+        if name not in OPTIMIZERS:
+            raise ValueError(f"optimizer is {name!r}; use one of {', '.join(OPTIMIZERS)}, or None for args.optim")
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise ValueError(f"optimizer={name!r} beside an optimizer that is passed as well: leave one of them out")
+        optim = getattr(self.args.optim, "value", self.args.optim)
+        if not optim.startswith("adamw"):
+            raise ValueError(f"optimizer={name!r} and optim={optim!r} are two choices: leave one of them out")
+        betas = self.args.adam_beta1, self.args.adam_beta2
+        settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
+        self.optimizer_cls_and_kwargs = OffloadedAdamW, {**settings, "state_dtype": OPTIMIZERS[name]}
+
+    def create_optimizer(self, *positional: Any, **options: Any) -> torch.optim.Optimizer:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*positional, **options)
+        if is_new and isinstance(optimizer, OffloadedAdamW):
+            # Now, before the engine's pages take their share of host memory.
+            optimizer.reserve()
+        return optimizer
 
     @property
     def engine(self) -> Engine:

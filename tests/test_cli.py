@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-import oomb
-from oomb import options, presets, train
+from oomb import data, options, presets, trainer
+from oomb.interrupts import EXIT_INTERRUPTED
+from oomb.progress import TrainingDisplay
+from oomb.train import outputs
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
 
@@ -55,7 +52,7 @@ def test_train_learns_saves_and_sums_up(here: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert model.config._attn_implementation in ("sdpa", "eager")
-    held_out = train.data.load("stdlib", max_length=512, num_train=8, num_held_out=1).held_out
+    held_out = data.load("stdlib", max_length=512, num_train=8, num_held_out=1).held_out
     assert held_out is not None
     ids = held_out[0]["input_ids"][None]
     assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(after, rel=1e-4)
@@ -121,12 +118,13 @@ def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path)
     assert "--overwrite_output_dir" in refused.output
     replaced = invoke("train", *TOY, "--output_dir", "runs/demo", "--overwrite_output_dir")
     assert replaced.exit_code == 0
-    assert sorted(path.name for path in (here / "runs" / "demo").iterdir()) == ["metrics.jsonl", "model"]
+    left = ["config.yaml", "metrics.jsonl", "model", "report.html"]
+    assert sorted(path.name for path in (here / "runs" / "demo").iterdir()) == left
 
 
 def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> None:
     model = presets.load_model(str(saved_model), device="cpu")
-    train.save(model, None, here / "model")
+    outputs.save(model, None, here / "model")
     before = (here / "model" / "model.safetensors").read_bytes()
 
     class Broken:
@@ -136,7 +134,7 @@ def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> No
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        train.save(Broken(), None, here / "model")
+        outputs.save(Broken(), None, here / "model")
     assert (here / "model" / "model.safetensors").read_bytes() == before
     assert [path.name for path in here.iterdir()] == ["model"]
 
@@ -166,9 +164,9 @@ def ctrl_c() -> None:
 
 
 def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = train.Trainer.evaluate
-    monkeypatch.setattr(train.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
-    result = invoke("train", *TOY, "--output_dir", "out")
+    evaluate = trainer.Trainer.evaluate
+    monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
+    result = invoke("train", *TOY, "--output_dir", "out", "--sample_tokens", "0")
     assert result.exit_code == 0, result.output
     assert result.output.count("skipping the held-out loss at the next chunk; Ctrl-C again ends the program") == 2
     assert [event["event"] for event in records(here / "out")] == ["start", *["step"] * 3, "end"]
@@ -183,16 +181,16 @@ def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkey
             ctrl_c()
         return evaluate(*args)
 
-    monkeypatch.setattr(train.Trainer, "evaluate", twice_after_training)
+    monkeypatch.setattr(trainer.Trainer, "evaluate", twice_after_training)
     result = invoke("train", *TOY, "--output_dir", "ended")
-    assert result.exit_code == train.EXIT_INTERRUPTED
+    assert result.exit_code == EXIT_INTERRUPTED
     assert "ended by Ctrl-C; the trained model is in ended/model" in result.output
     assert AutoModelForCausalLM.from_pretrained(here / "ended" / "model")
 
 
 def test_an_error_in_the_last_evaluation_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([{"eval_loss": 5.0}])
-    monkeypatch.setattr(train.Trainer, "evaluate", lambda *args: next(losses))
+    monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *args: next(losses))
     result = invoke("train", *TOY, "--output_dir", "out")
     assert result.exit_code == 0, result.output
     assert "the held-out loss failed and is left out (StopIteration" in result.output
@@ -202,7 +200,7 @@ def test_an_error_in_the_last_evaluation_keeps_the_model(here: Path, monkeypatch
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    step_end = train.TrainingDisplay.on_step_end
+    step_end = TrainingDisplay.on_step_end
 
     def interrupted(self: Any, args: Any, state: Any, control: Any, **options: Any) -> None:
         step_end(self, args, state, control, **options)
@@ -211,11 +209,11 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
                 ctrl_c()
 
     # And once more while it saves, which must change nothing.
-    save = train.save
-    monkeypatch.setattr(train, "save", lambda *args: (ctrl_c(), save(*args))[1])
-    monkeypatch.setattr(train.TrainingDisplay, "on_step_end", interrupted)
+    save = outputs.save
+    monkeypatch.setattr(outputs, "save", lambda *args: (ctrl_c(), save(*args))[1])
+    monkeypatch.setattr(TrainingDisplay, "on_step_end", interrupted)
     result = invoke("train", *TOY, "--output_dir", "out", "--max_steps", "9", "--save_steps", "1")
-    assert result.exit_code == train.EXIT_INTERRUPTED, result.output
+    assert result.exit_code == EXIT_INTERRUPTED, result.output
     assert "stopping at the next chunk and saving; Ctrl-C again ends without saving" in result.output
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if times == 2:
@@ -225,25 +223,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
     assert "stopped after step 2 of 9; the model as of then is in out/model" in result.output
     assert "saving; the program ends after that" in result.output
     assert "training loss" in result.output
-    assert re.search(r"train .*--max_steps 9 .*--resume_from_checkpoint out/checkpoint-2", result.output)
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_says_so(here: Path) -> None:
-    # A process of its own, interrupted once its second step is on disk.
-    command = [sys.executable, "-m", "oomb", "train", *TOY, "--max_steps", "500", "--output_dir", "out"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=here)
-    metrics = here / "out" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count('"step"') > 2):
-        time.sleep(0.05)
-    os.kill(child.pid, signal.SIGINT)
-    output, _ = child.communicate(timeout=60)
-    assert child.returncode == train.EXIT_INTERRUPTED, output
-    assert re.search(r"stopped after step \d+ of 500; the model as of then is in out/model", output), output
-    assert "Traceback" not in output
-    assert AutoModelForCausalLM.from_pretrained(here / "out" / "model")
-    assert records(here / "out")[-1]["stopped"] is True
+    assert re.search(r"^  \S*oomb train out/config.yaml --resume_from_checkpoint$", result.output, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +243,26 @@ def test_ctrl_c_saves_and_says_so(here: Path) -> None:
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--device", "cuda:99"], "is not here: this machine shows"),
         (["--device", "abacus"], "device 'abacus' is unknown"),
-        (["--resume_from_checkpoint", "nowhere"], "holds no trainer_state.json"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is no checkpoint: there is no such folder"),
         (["--tokenizer_name", "demo"], "has no tokenizer"),
+        (["--resume_from_checkpoint"], "takes the latest checkpoint of --output_dir: name that"),
+        (["--resume_from_checkpoint", "--output_dir", "none"], "--output_dir none holds no checkpoint to resume from"),
+        (["--load_in_4bit"], "keeps weights that cannot be trained: add --use_peft"),
+        (["--use_peft", "--lora_target_modules", "q_prj"], "names 'q_prj', and the model's linear layers are "),
+        (["--use_peft", "--lora_r", "0"], "--lora_r is 0; it must be 1 or more"),
+        (["--lora_dropout", "nan"], "--lora_dropout is nan"),
+        (["--optim", "adamw"], "--optim 'adamw' is unknown; use one of adamw_torch, offloaded_adamw"),
+        (["--optim_args", "state_dtype=8bit"], "--optim_args are those of --optim offloaded_adamw"),
+        (
+            ["--optim", "offloaded_adamw", "--optim_args", "state=8"],
+            "--optim_args 'state=8' is unknown; it takes state",
+        ),
+        (["--eval_strategy", "steps"], "steps needs --eval_steps"),
+        (["--eval_steps", "2", "--max_eval_samples", "0"], "needs text held out"),
+        (["--warmup_steps", "1", "--warmup_ratio", "0.1"], "--warmup_ratio and --warmup_steps say the same thing"),
+        (["--report_to", "paper"], "--report_to 'paper' is unknown; use none, tensorboard, wandb, trackio"),
+        (["--adam_beta1", "1"], "--adam_beta1 is 1.0; it must be below 1"),
+        (["--num_train_epochs", "0"], "--num_train_epochs is 0; it must be above 0"),
     ],
 )
 def test_train_refuses_in_one_message_before_any_work(here: Path, arguments: list[str], message: str) -> None:
@@ -366,7 +364,17 @@ def test_numbers_of_tokens() -> None:
         ([], ["train", "verify", "bench", "exact gradients"]),
         (
             ["train"],
-            ["─ Optimizer ─", "a few minutes on two", "--max_length", "owner/name", "qwen2.5-7b", "metrics.jsonl"],
+            [
+                "─ Optimizer ─",
+                "─ LoRA ─",
+                "a few minutes on two",
+                "--max_length",
+                "owner/name",
+                "qwen2.5-7b",
+                "metrics.jsonl",
+                "--print_config",
+                "oomb train run.yaml",
+            ],
         ),
         (["verify"], ["--layers", "exit code", "float32 reference"]),
         (["bench"], ["--contexts", "32K,64K,1M", "no optimizer"]),
@@ -377,45 +385,3 @@ def test_help_teaches(command: list[str], words: list[str]) -> None:
     assert result.exit_code == 0
     for word in words:
         assert word in result.output
-
-
-def test_the_terminal_gets_a_bar() -> None:
-    from io import StringIO
-
-    from rich.console import Console
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from oomb.metrics import MemoryMeter
-    from oomb.progress import StopRequested, TrainingDisplay
-
-    class Log:
-        def write(self, **record: Any) -> None:
-            pass
-
-    screen = StringIO()
-    now = [0.0]
-    console = Console(file=screen, force_terminal=True, width=80, get_time=lambda: now[0])
-    engine = oomb.Engine(presets.load_model("demo", device="cpu"))
-    display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), 1024, engine)  # type: ignore[arg-type]
-    given = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(max_steps=2), TrainerControl()
-    display.on_train_begin(*given)
-    display.on_step_begin(*given)
-    display.chunk_done("gradient", 3, 4)
-    now[0] = 900.0
-    display.chunk_done("gradient", 4, 4)
-    assert display._bar is not None
-    assert display._bar.tasks[0].time_remaining is not None, "a chunk may take minutes"
-    given[1].global_step = 1
-    display.on_step_end(*given)
-    display.on_log(*given, logs={"loss": 1.2345})
-    display.on_train_end(*given)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert re.search(r"step 1/2 .*loss 1\.23\d [\d,]+ tok/s [\d.]+ [GM]iB", shown), shown
-    with display.evaluating("held-out loss", 2):
-        display.chunk_done("fill", 4, 4)
-        display.chunk_done("fill", 2, 4)
-        assert display._bar is not None
-        assert display._bar.tasks[0].percentage == 75
-    display.stop_requested = True
-    with pytest.raises(StopRequested):
-        display.chunk_done("fill", 1, 4)

@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,10 +21,11 @@ class Words:
     eos_token_id: int | None = 99
     bos_token_id: int | None = None
     sep_token_id: int | None = None
+    prefix: list[int] = []  # noqa: RUF012
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        assert options["add_special_tokens"] is False
-        return {"input_ids": [len(word) for word in text.split()]}
+        prefix = self.prefix if options["add_special_tokens"] else []
+        return {"input_ids": prefix + [len(word) for word in text.split()]}
 
 
 def tokens_of(windows: data.Windows | None) -> list[int]:
@@ -116,6 +118,9 @@ def test_a_tokenizer_and_its_separator(tmp_path: Path) -> None:
     words = Words()
     words.eos_token_id, words.bos_token_id = None, 7
     assert tokens_of(data.load(str(file), max_length=5, tokenizer=words).train)[-1] == 7  # type: ignore[arg-type]
+    # What the tokenizer puts before a text is before every document.
+    words.prefix = [7]
+    assert tokens_of(data.load(str(file), max_length=6, tokenizer=words).train) == [7, 3, 5, 4, 7, 7]  # type: ignore[arg-type]
 
 
 def test_the_standard_library_is_the_same_text_every_time() -> None:
@@ -144,7 +149,7 @@ def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
     [
         ("short.txt", b"abc", r"short\.txt has 4 tokens \(bytes\) and one window needs 1024: give more text"),
         ("shorter.txt", b"abc" * 200, r"one window needs 1024: set --max_length to 601 or less"),
-        ("empty.txt", b"", r"empty\.txt has 0 tokens.*needs 1024: give more text"),
+        ("empty.txt", b"", r"empty\.txt has nothing to train on: 1 empty document skipped"),
         ("binary.dat", b"a\x00b" * 30, r"binary\.dat is binary, not text; give a UTF-8 text file"),
         ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8 \(byte 3\)"),
     ],
@@ -180,7 +185,9 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_windows_refuse_an_index_beyond_the_end() -> None:
-    windows = data.Windows(torch.arange(20, dtype=torch.int32), 10)
+    tokens = data.Tokens([np.arange(20, dtype=np.int32)], np.array([20]))
+    windows = data.Windows(tokens, tokens.windows(10))
     assert len(windows) == 2
+    assert windows[-1]["input_ids"].tolist() == list(range(10, 20))
     with pytest.raises(IndexError):
         windows[2]

@@ -3,84 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from trainings import CHUNKED, VOCAB, Samples, arguments, logged, quick_collection, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import oomb
 
-VOCAB = 61
-CHUNKED = oomb.Config(chunk_size=16)
-
-
-class Samples(Dataset):
-    """Sequences of different lengths, padded on the right, the padding masked out of attention and labels."""
-
-    def __init__(self, count: int, length: int, *, padded: bool = True, labels: bool = True) -> None:
-        generator = torch.Generator().manual_seed(count)
-        self.samples = []
-        for index in range(count):
-            ids = torch.randint(1, VOCAB, (length,), generator=generator)
-            mask = torch.ones(length, dtype=torch.int64)
-            if padded:
-                mask[length - 5 * (index % 4) :] = 0
-            sample = {"input_ids": ids * mask, "attention_mask": mask}
-            if labels:
-                sample["labels"] = ids.masked_fill(mask == 0, -100)
-                sample["labels"][: index % 3] = -100
-            self.samples.append(sample)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.samples[index]
-
-
-def tiny_model() -> Any:
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-        **options,
-    }
-    return TrainingArguments(**settings)
-
-
-def logged(trainer: transformers.Trainer, name: str) -> list[float]:
-    return [record[name] for record in trainer.state.log_history if name in record]
+pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
 def train_both(tmp_path: Path, samples: Samples, **options: Any) -> tuple[transformers.Trainer, oomb.Trainer]:
@@ -114,12 +49,15 @@ def assert_same_weights(a: Any, b: Any, tolerance: float) -> None:
         pytest.param({"max_grad_norm": 0.05, "weight_decay": 0.1}, id="clipped"),
         pytest.param({"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}, id="not-averaged"),
         pytest.param({"optim": "sgd", "learning_rate": 0.5, "gradient_accumulation_steps": 3}, id="sgd"),
+        pytest.param(
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}, id="plateau"
+        ),
     ],
 )
 def test_same_losses_and_weights_as_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     standard, ours = train_both(tmp_path, Samples(10, 41), **options)
     assert len(logged(ours, "loss")) == 4
-    for name in ("loss", "grad_norm", "learning_rate"):
+    for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
         assert logged(ours, name) == pytest.approx(logged(standard, name), rel=2e-5), name
     # Adam divides by the root of a square, so a rounding difference in a near-zero gradient shows in the weights.
     assert_same_weights(standard.model, ours.model, tolerance=2e-3 if "optim" not in options else 2e-5)
@@ -166,12 +104,14 @@ def test_left_padding_is_refused(tmp_path: Path) -> None:
 
 def test_a_new_model_of_model_init_gets_a_new_engine(tmp_path: Path) -> None:
     options = {"args": arguments(tmp_path, bf16=True), "train_dataset": Samples(8, 41, padded=False)}
-    trainer = oomb.Trainer(model_init=tiny_model, engine_config=CHUNKED, **options)
+    trainer = oomb.Trainer(model_init=lambda: tiny_model(), engine_config=CHUNKED, **options)
     first = trainer.engine
     trainer.train()
     assert trainer.engine is not first
     losses = logged(trainer, "loss")
-    standard = transformers.Trainer(model_init=tiny_model, **{**options, "args": arguments(tmp_path, bf16=True)})
+    standard = transformers.Trainer(
+        model_init=lambda: tiny_model(), **{**options, "args": arguments(tmp_path, bf16=True)}
+    )
     standard.train()
     assert losses == pytest.approx(logged(standard, "loss"), rel=2e-3)
 
@@ -314,3 +254,105 @@ def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
             torch.testing.assert_close(models[1][name], value, rtol=1e-4, atol=1e-6)
         else:
             assert torch.equal(models[1][name], before[name]), name
+
+
+def test_an_adapter_is_saved_and_loaded_as_peft_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer = oomb.Trainer(model, arguments(tmp_path, **options), train_dataset=Samples(8, 41), engine_config=CHUNKED)
+    trainer.train()
+    files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
+    loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "checkpoint-4")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """Steps that do harm follow one that helps, so that the best is neither the first nor the last."""
+
+    class Rates(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.3 if state.global_step < 2 else -5.0
+
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = oomb.Trainer(
+        tiny_model(),
+        arguments(tmp_path, **each, optim="sgd", load_best_model_at_end=True, save_total_limit=1),
+        train_dataset=Samples(8, 41),
+        eval_dataset=Samples(8, 41),
+        engine_config=CHUNKED,
+        callbacks=[Rates()],
+    )
+    trainer.train()
+    losses = logged(trainer, "eval_loss")
+    assert losses.index(min(losses)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name]), name
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
+    # The weights are of one step and the optimizer of another, which is no checkpoint.
+    assert trainer.save_checkpoint() == tmp_path / "checkpoint-2"
+
+
+def test_tensorboard_gets_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    trainer = oomb.Trainer(
+        tiny_model(),
+        arguments(tmp_path, report_to="tensorboard"),
+        train_dataset=Samples(8, 41),
+        engine_config=CHUNKED,
+    )
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(logged(trainer, "loss"))
+
+
+@pytest.mark.parametrize("name", ["offloaded_adamw", "offloaded_adamw_bf16", "offloaded_adamw_8bit"])
+def test_an_optimizer_with_its_states_in_host_memory(tmp_path: Path, name: str) -> None:
+    settings = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    trainers = []
+    for choice in (None, name):
+        trainer = oomb.Trainer(
+            tiny_model(),
+            arguments(tmp_path, optim="adamw_torch", **settings),
+            train_dataset=Samples(8, 41),
+            engine_config=CHUNKED,
+            optimizer=choice,
+        )
+        trainer.train()
+        trainers.append(trainer)
+    plain, ours = (trainer.optimizer.optimizer for trainer in trainers)
+    assert type(ours) is oomb.OffloadedAdamW and type(plain) is torch.optim.AdamW
+    assert ours.state_dtype == {"w": "float32", "6": "bfloat16", "t": "8bit"}[name[-1]]
+    for theirs, group in zip(plain.param_groups, ours.param_groups, strict=True):
+        assert [p.shape for p in group["params"]] == [p.shape for p in theirs["params"]]
+        assert all(group[key] == theirs[key] for key in ("betas", "eps", "weight_decay", "initial_lr"))
+    assert {group["weight_decay"] for group in ours.param_groups} == {0.1, 0.0}
+    tolerance = 1e-4 if name == "offloaded_adamw" else 0.1
+    assert_same_weights(trainers[0].model, trainers[1].model, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "options", "message"),
+    [
+        ("adamw_9bit", {}, {}, "use one of offloaded_adamw, "),
+        ("offloaded_adamw", {"optim": "sgd"}, {}, "optim='sgd' are two choices"),
+        ("offloaded_adamw", {}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "passed as well"),
+    ],
+)
+def test_two_optimizers_are_refused(
+    tmp_path: Path, optimizer: str, settings: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        oomb.Trainer(tiny_model(), arguments(tmp_path, **settings), optimizer=optimizer, **options)

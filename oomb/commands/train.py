@@ -1,156 +1,159 @@
-"""`oomb train`."""
+"""`oomb train`. Its flags are the fields of `oomb.train.settings.Settings`."""
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from oomb import presets
 from oomb.commands.shared import PRESET_NAMES, engine_settings, one_clear_message, quiet
-from oomb.options import DATA, MODEL, OPTIMIZER, OUTPUT, Device, Dtype, parse_tokens, with_engine_options
+from oomb.options import ENGINE_OPTIONS
+from oomb.train import config_file
+from oomb.train.config_file import FileSettings
+from oomb.train.settings import LATEST, TYPES, SettingError, Settings, from_flag, own_fields
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="A YAML file of settings; flags come before it.", rich_help_panel="Settings"),
+]
+PrintConfig = Annotated[
+    bool,
+    typer.Option(
+        "--print_config",
+        help="Write the settings that this command line comes to, as YAML for --config, and exit.",
+        rich_help_panel="Settings",
+    ),
+]
+Run = Annotated[
+    Path | None, typer.Argument(metavar="RUN.YAML", help="The same as --config RUN.YAML.", show_default=False)
+]
+ALIASES = {"model_name_or_path": ["--model"]}
 
 
-@with_engine_options()
-def train(
-    model_name_or_path: Annotated[
-        str,
-        typer.Option(
-            "--model_name_or_path",
-            "--model",
-            help=f"A folder that save_pretrained wrote, a hub id (owner/name), or a preset with random weights: "
-            f"{PRESET_NAMES}.",
-            rich_help_panel=MODEL,
-        ),
-    ] = "demo",
-    tokenizer_name: Annotated[
-        str | None,
-        typer.Option(
-            "--tokenizer_name",
-            help="Folder or hub id of a tokenizer, if not the model's. Presets read bytes.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    dataset: Annotated[
-        str,
-        typer.Option(
-            "--dataset",
-            help="A text file, a folder of text files, or stdlib: Python's own library source.",
-            rich_help_panel=DATA,
-        ),
-    ] = "stdlib",
-    max_length: Annotated[
-        str,
-        typer.Option(
-            "--max_length",
-            help="Context: tokens per training window. 16384 and 16K are the same.",
-            rich_help_panel=DATA,
-        ),
-    ] = "16384",
-    max_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--max_steps",
-            help="Optimizer steps. Default: one epoch; the demo: 20, with a GPU 200.",
-            rich_help_panel=OPTIMIZER,
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            "--learning_rate",
-            help="Peak learning rate of AdamW. Default: 5e-5; the demo: 4e-3.",
-            rich_help_panel=OPTIMIZER,
-        ),
-    ] = None,
-    warmup_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--warmup_steps", help="Steps to reach it. Default: a tenth, at most 100.", rich_help_panel=OPTIMIZER
-        ),
-    ] = None,
-    lr_scheduler_type: Annotated[
-        str,
-        typer.Option(
-            "--lr_scheduler_type",
-            help="What the rate does then: cosine, linear, constant, …",
-            rich_help_panel=OPTIMIZER,
-        ),
-    ] = "cosine",
-    weight_decay: Annotated[
-        float, typer.Option("--weight_decay", help="AdamW's weight decay.", rich_help_panel=OPTIMIZER)
-    ] = 0.0,
-    max_grad_norm: Annotated[
-        float, typer.Option("--max_grad_norm", help="Clip gradients to this norm; 0: never.", rich_help_panel=OPTIMIZER)
-    ] = 1.0,
-    per_device_train_batch_size: Annotated[
-        int, typer.Option("--per_device_train_batch_size", help="Windows computed at once.", rich_help_panel=OPTIMIZER)
-    ] = 1,
-    gradient_accumulation_steps: Annotated[
-        int,
-        typer.Option("--gradient_accumulation_steps", help="Batches per optimizer step.", rich_help_panel=OPTIMIZER),
-    ] = 1,
-    max_eval_samples: Annotated[
-        int,
-        typer.Option(
-            "--max_eval_samples",
-            help="Windows held out, the first of the text, for a loss before and after. 0: none.",
-            rich_help_panel=DATA,
-        ),
-    ] = 1,
-    output_dir: Annotated[
-        str | None,
-        typer.Option("--output_dir", help="Where to save. Default: a new folder under runs/.", rich_help_panel=OUTPUT),
-    ] = None,
-    overwrite_output_dir: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite_output_dir",
-            help="Write into an --output_dir that holds an earlier run.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    save_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--save_steps",
-            help="Write a checkpoint to resume from every so many steps. Default: none, only the model at the end.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    resume_from_checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--resume_from_checkpoint",
-            help="A checkpoint-N folder to go on from. --output_dir is then its run, if not named.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed of weights, order and dropout.", rich_help_panel=OPTIMIZER)
-    ] = 42,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    *,
-    engine: dict[str, Any],
-) -> None:
+class TrainCommand(TyperCommand):
+    """Takes flags as Hugging Face's scripts do: `--use_peft`, `--use_peft true`, and the latest checkpoint unnamed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, normalised(args))
+
+
+def normalised(args: list[str]) -> list[str]:
+    """`--flag true` as `--flag`, `--flag false` as `--no_flag`, `--resume_from_checkpoint` with its value."""
+    switches = {f"--{name}" for name, (kind, _) in TYPES.items() if kind is bool}
+    plain: list[str] = []
+    index = 0
+    while index < len(args):
+        arg, following = args[index], args[index + 1] if index + 1 < len(args) else None
+        name, is_joined, value = arg.partition("=")
+        index += 1
+        if name in switches:
+            if not is_joined and following is not None and following.lower() in ("true", "false"):
+                value = following
+                index += 1
+            # What is neither true nor false is left for the parser to refuse.
+            known = {"": name, "true": name, "false": f"--no_{name[2:]}"}
+            plain.append(known.get(value.lower(), arg))
+        elif arg == "--resume_from_checkpoint" and (following is None or following.startswith("--")):
+            plain += [arg, LATEST]
+        else:
+            plain.append(arg)
+    return plain
+
+
+def train(ctx: typer.Context, **given: Any) -> None:
     """Train a causal language model on long windows of text.
 
     Without arguments: the built-in example, a small byte-level model from scratch on the source of Python's standard
     library at a 16K-token context. It takes a few minutes on two CPU cores.
 
-    With your own: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/]
+    With your own: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/]. With adapters in
+    little memory: add [bold]--use_peft[/]. [bold]oomb plan[/] says beforehand what will fit.
+
+    All settings can stand in a YAML file: [bold]oomb train run.yaml --learning_rate 1e-5[/]. What a run was told is
+    written to OUTPUT_DIR/config.yaml.
 
     The model goes to OUTPUT_DIR/model, a JSON line per step to OUTPUT_DIR/metrics.jsonl. Ctrl-C stops at the next
-    chunk and saves.
+    chunk, saves the model and a checkpoint, and says how to go on: [bold]oomb train OUTPUT_DIR/config.yaml
+    --resume_from_checkpoint[/]
     """
     with one_clear_message():
-        settings = {**locals(), "max_length": parse_tokens(max_length, "--max_length")}
-        settings["engine"] = engine_settings(engine)
-        presets.check_model_name(model_name_or_path)
+        settings = gather(ctx, given)
+        presets.check_model_name(settings.model_name_or_path)
+        if given["print_config"]:
+            typer.echo(config_file.write(settings), nl=False)
+            return
         quiet()
-        from oomb.train import Settings, run
+        from oomb.train.run import run
 
-        code = run(Settings(**settings), Console())
+        code = run(settings, Console())
     raise typer.Exit(code)
+
+
+def gather(ctx: typer.Context, given: dict[str, Any]) -> Settings:
+    """Flags, then what the file says, then the defaults."""
+    if given["run"] is not None and given["config"] is not None:
+        raise ValueError(f"two settings files were given, {given['run']} and --config {given['config']}: name one")
+    path = given["run"] or given["config"]
+    file = FileSettings(Path(), {}, {}) if path is None else config_file.read(path)
+    # By its name: where the parser lives in typer has changed.
+    flags = {name for name in given if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT"}
+    values = {
+        name: file.values[name] if name in file.values and name not in flags else from_flag(name, value)
+        for name, value in given.items()
+        if name not in ("run", "config", "print_config")
+    }
+    try:
+        engine = engine_settings({name: values.pop(name) for name in ENGINE_OPTIONS})
+        return Settings(**values, engine=engine)
+    except SettingError as error:
+        if error.key in file.values and error.key not in flags:
+            raise ValueError(f"{file.where(error.key)}: {error.key} {error.problem}") from None
+        raise
+    except ValueError as error:
+        key = str(error).removeprefix("--").split()[0]
+        if key in file.values and key not in flags:
+            raise ValueError(f"{file.where(key)}: {error}") from None
+        raise
+
+
+def _parameters() -> list[Parameter]:
+    """The command line is read off a function's parameters."""
+    parameters = [
+        Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        Parameter("run", Parameter.KEYWORD_ONLY, annotation=Run, default=None),
+        Parameter("config", Parameter.KEYWORD_ONLY, annotation=Config, default=None),
+        Parameter("print_config", Parameter.KEYWORD_ONLY, annotation=PrintConfig, default=False),
+    ]
+    for described in own_fields():
+        name, (kind, optional) = described.name, TYPES[described.name]
+        flag = f"--{name}/--no_{name}" if kind is bool else f"--{name}"
+        meaning = described.metadata["help"]
+        if name == "model_name_or_path":
+            meaning += f" The presets: {PRESET_NAMES}."
+        is_text = described.metadata["kind"] == "tokens"
+        option = typer.Option(
+            flag,
+            *ALIASES.get(name, []),
+            help=meaning,
+            rich_help_panel=described.metadata["panel"],
+            show_default=kind is not bool,
+        )
+        plain: Any = str if is_text else kind
+        annotation: Any = Annotated[plain | None if optional else plain, option]
+        default = str(described.default) if is_text else described.default
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default))
+    parameters += [
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in ENGINE_OPTIONS.items()
+    ]
+    return parameters
+
+
+train.__signature__ = Signature(_parameters())  # type: ignore[attr-defined]
+train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+train.command_class = TrainCommand  # type: ignore[attr-defined]

@@ -1,0 +1,56 @@
+"""`oomb report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from oomb.commands.shared import one_clear_message
+from oomb.options import DATA, OUTPUT
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The output_dir of oomb train: a folder with a metrics.jsonl.")],
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            "--before",
+            help="A JSON file of oomb eval, of the model before training, if the run holds none.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option("--after", help="The same of the model after training.", rich_help_panel=DATA),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Where to. Default: RUN/report.html.", rich_help_panel=OUTPUT)
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            "--png", help="Draw the main charts into this file as well; needs matplotlib.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+) -> None:
+    """Write a page about a training run: loss, speed, memory, evaluation, samples, settings, machine.
+
+    [bold]oomb report runs/demo[/]
+
+    One HTML file that holds everything, its charts too, and asks for nothing from the network. It can be written while
+    the run goes on, after a crash, and again at any time.
+    """
+    with one_clear_message():
+        from oomb.report import check_picture, write_picture, write_report
+
+        if png is not None:
+            check_picture(png)
+        console = Console()
+        page = write_report(run, before=before, after=after, output=output)
+        console.print(f"written to {page}", highlight=False, markup=False, soft_wrap=True)
+        if png is not None:
+            picture = write_picture(run, png, before=before, after=after)
+            console.print(f"written to {picture}", highlight=False, markup=False, soft_wrap=True)

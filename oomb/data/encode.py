@@ -1,0 +1,264 @@
+"""Records to token ids, with the spans that are learnt where not all is. Without a tokenizer a token is a byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from oomb.data.chat import Chat, Spans, checked_messages
+from oomb.data.sources import SHOW, Record, Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEPARATOR_ID = 256
+PAD_ID = 257
+NUM_BYTE_IDS = 258
+"""Ids a model needs to read bytes: 256 byte values, the separator and the padding."""
+
+TEXT, MESSAGES, COMPLETION = "text", "messages", "completion"
+"""Kinds of records. The loss of the last two is on the assistant's turns, or on the completion."""
+
+# Tokenizers that agree on all of this, and on their vocabulary, are taken for the same.
+_PROBE = "Hello, world! def f(x):\n    return x**2  # 3.14159\t\tÄpfel 北京 🙂 don't CamelCase  \n\n"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A document, or a part of one."""
+
+    ids: np.ndarray
+    spans: np.ndarray | None
+    """[R, 2] of tokens that are learnt; None: all."""
+    closes: bool
+
+
+@dataclass
+class Tally:
+    """What was read and what was left out, to be told at the end."""
+
+    num_documents: int = 0
+    num_empty: int = 0
+    first_empty: str | None = None
+    num_unlearnt: int = 0
+    first_unlearnt: str | None = None
+    not_text: list[str] = field(default_factory=list)
+    max_id: int = -1
+
+    def add(self, other: Tally) -> None:
+        self.num_documents += other.num_documents
+        self.num_empty += other.num_empty
+        self.first_empty = self.first_empty or other.first_empty
+        self.num_unlearnt += other.num_unlearnt
+        self.first_unlearnt = self.first_unlearnt or other.first_unlearnt
+        self.not_text += other.not_text
+        self.max_id = max(self.max_id, other.max_id)
+
+    def notes(self) -> tuple[str, ...]:
+        notes = []
+        if self.num_empty:
+            notes.append(f"{counted(self.num_empty, 'empty document')} skipped, the first {self.first_empty}")
+        if self.num_unlearnt:
+            what = counted(self.num_unlearnt, "conversation")
+            notes.append(f"{what} without a word to learn skipped, the first {self.first_unlearnt}")
+        return tuple(notes)
+
+    def refuse_nothing(self, name: str) -> None:
+        """Raises where no document is left."""
+        if self.num_documents:
+            return
+        reasons = [*self.notes(), *([f"{counted(len(self.not_text), 'file')} without text"] if self.not_text else [])]
+        raise ValueError(f"{name} has nothing to train on: {'; '.join(reasons) or 'it is empty'}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def kind_of(record: Record) -> str:
+    """What a record is, by its keys."""
+    fields = record.fields if record.fields is not None else {TEXT: b""}
+    if "messages" in fields:
+        return MESSAGES
+    if "prompt" in fields and "completion" in fields:
+        return COMPLETION
+    if "text" in fields:
+        return TEXT
+    found = ", ".join(f'"{key}"' for key in fields) or "no key"
+    raise ValueError(f"{record.where}: expected {SHOW}, found {found}")
+
+
+class Encoder:
+    """A tokenizer, or bytes where it is None."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, kind: str, vocab_size: int | None = None) -> None:
+        self.kind = kind
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._chat: Chat | None = None
+        self.separator = [SEPARATOR_ID] if tokenizer is None else _separator_of(tokenizer)
+        self.prefix = [] if tokenizer is None else _prefix_of(tokenizer)
+        needed = NUM_BYTE_IDS if tokenizer is None else int(getattr(tokenizer, "vocab_size", 0))
+        if vocab_size is not None and needed > vocab_size:
+            what = "bytes take" if tokenizer is None else "the tokenizer has"
+            raise ValueError(
+                f"the model has a vocabulary of {vocab_size} and {what} {needed} ids; "
+                "name the tokenizer that belongs to the model with --tokenizer_name"
+            )
+
+    @property
+    def num_ids(self) -> int:
+        """Above every id it can give."""
+        if self._tokenizer is None:
+            return NUM_BYTE_IDS
+        vocabulary = self._tokenizer.get_vocab()
+        return max(len(vocabulary), max(vocabulary.values()) + 1)
+
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that give the same ids. Of the chat template too, where it is used."""
+        if self._tokenizer is None:
+            return "bytes"
+        facts: list[Any] = [sorted(self._tokenizer.get_vocab().items()), self.prefix, self.separator]
+        facts.append(self._ids(_PROBE, "the probe"))
+        if self.kind != TEXT:
+            facts.append(getattr(self._tokenizer, "chat_template", None))
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def documents(self, source: Source, indices: Iterable[int], tally: Tally) -> Iterator[Encoded]:
+        """The records of these numbers. What is left out is noted in `tally`."""
+        for index in indices:
+            record = source.read(int(index))
+            if record.fields is None:
+                tally.not_text.append(record.where)
+            found = self._encode(record)
+            if found is None:
+                if record.fields is not None:
+                    tally.num_empty += 1
+                    tally.first_empty = tally.first_empty or record.where
+                continue
+            # The first token of a document is never predicted.
+            if found.spans is not None and not (found.spans[:, 1] > np.maximum(found.spans[:, 0], 1)).any():
+                tally.num_unlearnt += 1
+                tally.first_unlearnt = tally.first_unlearnt or record.where
+                continue
+            most = int(found.ids.max(initial=-1))
+            tally.max_id = max(tally.max_id, most)
+            if self._vocab_size is not None and most >= self._vocab_size:
+                raise ValueError(
+                    f"{record.where}: the tokenizer gives the id {most} and the model has a vocabulary of "
+                    f"{self._vocab_size}; name the tokenizer that belongs to the model with --tokenizer_name"
+                )
+            tally.num_documents += found.closes
+            yield found
+
+    def _encode(self, record: Record) -> Encoded | None:
+        """None where it is empty."""
+        fields = record.fields if record.fields is not None else {TEXT: b""}
+        if record.fields is not None and kind_of(record) != self.kind:
+            raise ValueError(
+                f'{record.where}: expected "{self.kind}" as in the other documents, found '
+                + ", ".join(f'"{key}"' for key in fields)
+            )
+        if self.kind == MESSAGES:
+            messages = checked_messages(fields["messages"], "messages", record.where)
+            if not messages:
+                return None
+            return _encoded(*self._chat_of(record).assistant_turns(messages, _tools(record), record.where))
+        if self.kind == COMPLETION:
+            return self._completion(fields["prompt"], fields["completion"], record)
+        text = fields["text"]
+        if not isinstance(text, str | bytes):
+            raise ValueError(f'{record.where}: "text" must be a string, found a {type(text).__name__}')
+        is_whole = record.opens and record.closes
+        if is_whole and not text.strip():
+            return None
+        before, after = self.prefix if record.opens else [], self.separator if record.closes else []
+        ids = np.concatenate([np.asarray(ids, np.int32) for ids in (before, self._ids(text, record.where), after)])
+        return Encoded(ids, None, record.closes)
+
+    def _completion(self, prompt: Any, completion: Any, record: Record) -> Encoded | None:
+        where = record.where
+        if isinstance(prompt, list) and isinstance(completion, list):
+            if not completion:
+                return None
+            question = checked_messages(prompt, "prompt", where)
+            reply = checked_messages(completion, "completion", where)
+            return _encoded(*self._chat_of(record).answer(question, reply, _tools(record), where))
+        for key, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str):
+                raise ValueError(f'{where}: "{key}" must be a string, found a {type(value).__name__}')
+        if not completion.strip():
+            return None
+        begin = list(self._ids(prompt, where))
+        whole = list(self._ids(prompt + completion, where))
+        if whole[: len(begin)] != begin:
+            # A token spans the border. When the model is used, the prompt is tokenised alone.
+            whole = begin + list(self._ids(completion, where))
+        ids = [*self.prefix, *whole, *self.separator]
+        return _encoded(ids, [(len(self.prefix) + len(begin), len(ids))])
+
+    def _chat_of(self, record: Record) -> Chat:
+        if self._tokenizer is None:
+            raise ValueError(
+                f"{record.where}: messages need a tokenizer with a chat template, and this model reads bytes; "
+                "name one with --tokenizer_name"
+            )
+        if self._chat is None:
+            self._chat = Chat(self._tokenizer, record.where)
+        return self._chat
+
+    def _ids(self, text: str | bytes, where: str) -> Any:
+        if isinstance(text, str):
+            try:
+                raw = text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{where}: half a surrogate pair at character {error.start} is not text") from error
+        else:
+            raw = text
+        if self._tokenizer is None:
+            return np.frombuffer(raw, dtype=np.uint8)
+        text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        # verbose=False: it would warn that a document is longer than the model's context, which is the point.
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _encoded(ids: list[int], spans: Spans) -> Encoded:
+    return Encoded(np.asarray(ids, dtype=np.int32), np.asarray(spans, dtype=np.int64).reshape(-1, 2), closes=True)
+
+
+def _tools(record: Record) -> Any:
+    """Tools that the conversation may call: a list of schemas, or its JSON."""
+    tools = (record.fields or {}).get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'{record.where}: "tools" is not JSON ({error.msg})') from error
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f'{record.where}: "tools" must be a list, found a {type(tools).__name__}')
+    return tools or None
+
+
+def _separator_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    for special in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.sep_token_id):
+        if special is not None:
+            return [special]
+    return list(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
+
+
+def _prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text, which its model expects there."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    for first in range(len(whole) - len(bare) + 1):
+        if whole[first : first + len(bare)] == bare:
+            return whole[:first]
+    return []

@@ -1,0 +1,166 @@
+"""`--dataset` to examples: source -> records -> one token sequence -> windows, or pieces of documents -> split.
+
+What is wrong with the data is raised here, before any training: all that will be trained on is read and tokenised now,
+or was so by `oomb tokenize`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from oomb.data import shards
+from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
+from oomb.data.sources import STDLIB, Source, open_source
+from oomb.data.tokens import Split, Tokens, Windows, is_learnt, pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PACKINGS = ("auto", "windows", "documents")
+
+SHORTEST_ADVISED = 512
+"""For a text shorter than this no smaller window is advised: it is too little to train on."""
+
+MANY_TOKENS = 500_000_000
+"""From here on a run is told that `oomb tokenize` would spare it time and memory."""
+
+
+def load(
+    dataset: str,
+    *,
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_train: int | None = None,
+    num_held_out: int = 1,
+) -> Split:
+    """`open_dataset` with every document joined to the next."""
+    return open_dataset(
+        dataset,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        packing="windows",
+        num_train=num_train,
+        num_held_out=num_held_out,
+    )
+
+
+def open_dataset(
+    dataset: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_length: int,
+    packing: str = "auto",
+    join: str = "documents",
+    vocab_size: int | None = None,
+    num_held_out: int = 1,
+    num_train: int | None = None,
+    seed: int = 0,
+) -> Split:
+    """Examples of a text file, a folder, JSON lines, a table, or a folder that `oomb tokenize` wrote.
+
+    `num_train` examples are enough: the rest is not read. The held-out examples are the first ones, whatever
+    `num_train` is. The order of the documents is fixed and looks random: files go by a checksum of their names,
+    records by `seed`. Without a tokenizer a token is a byte.
+    """
+    if max_length < 2:
+        raise ValueError(
+            f"max_length is {max_length}; a window needs at least 2 tokens, one to read and one to predict"
+        )
+    if packing not in PACKINGS:
+        raise ValueError(f"packing is {packing!r}; it is one of {', '.join(PACKINGS)}")
+    # Five times what is to be held out, so that the share below does not depend on `num_train`.
+    enough = None if num_train is None else max(num_train + num_held_out, 5 * num_held_out)
+    folder = None if dataset == STDLIB else shards.find(Path(dataset).expanduser())
+    notes: tuple[str, ...] = ()
+    if folder is not None:
+        if join != "documents":
+            raise ValueError(f"{folder} is tokenised already, and join is {join!r}: say so to oomb tokenize instead")
+        tokens, tally, kind = shards.open_tokens(folder, tokenizer, vocab_size)
+        name = str(folder)
+        packing = _packing(packing, kind)
+    else:
+        source = open_source(dataset, join)
+        order = source.order(seed)
+        kind = kind_of(source.read(int(order[0])))
+        packing = _packing(packing, kind)
+        encoder = Encoder(tokenizer, kind, vocab_size)
+        tokens, tally = _tokenise(source, order, encoder, packing, max_length, enough)
+        name, notes = source.name, source.notes
+        if len(tokens) >= MANY_TOKENS:
+            notes += (f"{len(tokens):,} tokens are held in memory; oomb tokenize writes them to disk, once",)
+    bounds_N2 = tokens.windows(max_length) if packing == "windows" else tokens.pieces(max_length)
+    if len(bounds_N2) == 0:
+        _refuse_too_little(name, tokens, tally, max_length, "tokens (bytes)" if tokenizer is None else "tokens")
+    if tokens.spans is not None and packing == "windows" and len(bounds_N2) < len(tokens) // max_length:
+        left_out = len(tokens) // max_length - len(bounds_N2)
+        notes += (f"{counted(left_out, 'window')} without a word to learn left out",)
+    # A fifth of the text at most, but one window as soon as there are two.
+    border = min(num_held_out, max(len(bounds_N2) // 5, 1), len(bounds_N2) - 1)
+    end = None if num_train is None else border + num_train
+    return Split(
+        train=Windows(tokens, bounds_N2[border:end]),
+        held_out=Windows(tokens, bounds_N2[:border]) if border else None,
+        num_tokens=len(tokens),
+        num_documents=tally.num_documents,
+        skipped=tuple(Path(path) for path in tally.not_text),
+        packing=packing,
+        notes=(*tally.notes(), *notes),
+    )
+
+
+def _packing(packing: str, kind: str) -> str:
+    """Conversations are apart by default: one has nothing to say to the next."""
+    if packing != "auto":
+        return packing
+    return "windows" if kind == TEXT else "documents"
+
+
+def _tokenise(
+    source: Source, order: np.ndarray, encoder: Encoder, packing: str, max_length: int, enough: int | None
+) -> tuple[Tokens, Tally]:
+    tally = Tally()
+    parts: list[np.ndarray] = []
+    spans: list[np.ndarray] = []
+    ends: list[int] = []
+    num_tokens = num_examples = opened_at = 0
+    for document in encoder.documents(source, order, tally):
+        if document.spans is not None:
+            spans.append(document.spans + num_tokens)
+        parts.append(document.ids)
+        num_tokens += len(document.ids)
+        if document.closes:
+            ends.append(num_tokens)
+        if enough is None:
+            continue
+        if packing == "documents":
+            of_this = pieces(np.array([num_tokens - opened_at]), max_length)
+            if document.spans is not None:
+                of_this = of_this[is_learnt(of_this, document.spans)]
+            num_known = num_examples + len(of_this)
+            if document.closes:
+                num_examples, opened_at = num_known, num_tokens
+        else:
+            # Of windows of conversations some are left out, which ones is not known yet.
+            num_known = num_tokens // max_length if document.spans is None else 0
+        if num_known >= enough:
+            break
+    if num_tokens and (not ends or ends[-1] < num_tokens):
+        # As much of a repository as was needed.
+        ends.append(num_tokens)
+        tally.num_documents += 1
+    tally.refuse_nothing(source.name)
+    joined = np.concatenate(spans) if spans else None
+    return Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined), tally
+
+
+def _refuse_too_little(name: str, tokens: Tokens, tally: Tally, max_length: int, unit: str) -> None:
+    if len(tokens) >= max_length:
+        raise ValueError(f"{name} has nothing to train on: no document has a token to learn")
+    remedy = "give more text"
+    if len(tokens) >= SHORTEST_ADVISED:
+        remedy = f"set --max_length to {len(tokens)} or less, or give more text"
+    left_out = f" ({len(tally.not_text)} of its files hold no text)" if tally.not_text else ""
+    raise ValueError(f"{name} has {len(tokens)} {unit}{left_out} and one window needs {max_length}: {remedy}")

@@ -1,0 +1,408 @@
+"""What `--dataset` names, as records that are read by number: text files, a repository, JSON lines, tables."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import shutil
+import sysconfig
+import tempfile
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+STDLIB = "stdlib"
+"""The name of the embedded default dataset: the source of the Python standard library that runs this program."""
+
+JOINS = ("documents", "repository")
+SPLIT = "train"
+"""The split that is read of a `datasets` directory with several."""
+
+LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+RECORD_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
+LIKE_RECORDS = (".json", ".csv", ".tsv")
+"""Files that one may take for records."""
+
+SHOW = '{"text": "…"}, {"messages": […]} or {"prompt": "…", "completion": "…"}'
+
+# Tests come with some Python installations and not with others; without them the text is nearly the same everywhere.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_SCAN_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Record:
+    """A document, or with `join="repository"` a part of one."""
+
+    where: str
+    """What messages call it: file, or file:line."""
+    fields: dict[str, Any] | None
+    """None where a file of a folder holds no text."""
+    opens: bool = True
+    closes: bool = True
+
+
+class Source(ABC):
+    """Records by number. Whoever reads them goes by `order`."""
+
+    name: str
+    notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Record: ...
+
+    @abstractmethod
+    def sizes(self) -> np.ndarray:
+        """Bytes of each record, at least about."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """What it is read from."""
+
+    def order(self, seed: int) -> np.ndarray:
+        """Files of records are often sorted, and their beginning would be no fair sample."""
+        return shuffled(len(self), seed)
+
+
+class TextFiles(Source):
+    """Each file a document."""
+
+    def __init__(self, paths: list[Path], root: Path, *, any_encoding: bool = False) -> None:
+        self.paths, self.root, self.name = paths, root, str(root)
+        self._any_encoding = any_encoding
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def sizes(self) -> np.ndarray:
+        return np.array([path.stat().st_size for path in self.paths], dtype=np.int64)
+
+    def files(self) -> list[Path]:
+        return self.paths
+
+    def order(self, seed: int) -> np.ndarray:
+        """As found: that order looks random already."""
+        return np.arange(len(self))
+
+    def read(self, index: int) -> Record:
+        path = self.paths[index]
+        text = self._text(path)
+        return Record(str(path), None if text is None else {"text": text})
+
+    def _text(self, path: Path) -> bytes | None:
+        """None, or an error if it is the only one, where it is not text."""
+        raw = _read_bytes(path)
+        problem = None if self._any_encoding else _why_not_text(raw)
+        if problem is None:
+            return raw
+        if len(self) > 1:
+            return None
+        raise ValueError(f"{path} {problem}; give a UTF-8 text file")
+
+
+class Repository(TextFiles):
+    """Files in the order of their paths, each after a line that names it, as one document."""
+
+    def __init__(self, paths: list[Path], root: Path, *, any_encoding: bool = False) -> None:
+        base = root if root.is_dir() else root.parent
+        self._names = {path: path.relative_to(base).as_posix() for path in paths}
+        super().__init__(sorted(paths, key=self._names.__getitem__), root, any_encoding=any_encoding)
+
+    def read(self, index: int) -> Record:
+        path = self.paths[index]
+        text = self._text(path)
+        if text is not None:
+            end = b"" if text.endswith(b"\n") or not text else b"\n"
+            text = f"=== {self._names[path]} ===\n".encode("utf-8", "replace") + text + end
+        fields = None if text is None else {"text": text}
+        return Record(str(path), fields, opens=index == 0, closes=index == len(self) - 1)
+
+
+class JsonRecords(Source):
+    """The lines of a JSON Lines file, found by where they begin. Blank lines are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+        self._read_from = path
+        self._removal: Any = None
+        if path.suffix == ".gz":
+            # Lines of a compressed file cannot be found by number.
+            self._read_from = _unpack(path)
+            self._removal = weakref.finalize(self, self._read_from.unlink, missing_ok=True)
+        self._spans, self._numbers = _find_lines(self._read_from, self.path)
+        if len(self._spans) == 0:
+            raise ValueError(f"{path} holds no lines; one document a line is expected: {SHOW}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other processes read the unpacked file too, and leave its removal to this one."""
+        return {**self.__dict__, "_removal": None}
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def sizes(self) -> np.ndarray:
+        return self._spans[:, 1] - self._spans[:, 0]
+
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def read(self, index: int) -> Record:
+        start, stop = (int(place) for place in self._spans[index])
+        where = f"{self.path}:{self._numbers[index]}"
+        with _opened(self._read_from, self.path) as file:
+            file.seek(start)
+            line = file.read(stop - start)
+        try:
+            fields = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 (byte {error.start} of the line)") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+            raise ValueError(f"{where}: not JSON ({what}); expected {SHOW}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: expected {SHOW}, found a {type(fields).__name__}")
+        return Record(where, fields)
+
+
+class Table(Source):
+    """The rows of a `datasets.Dataset`."""
+
+    def __init__(self, rows: Any, path: Path, files: list[Path], notes: tuple[str, ...] = ()) -> None:
+        self.name, self.notes = str(path), notes
+        self._rows, self._files = rows, files
+        if len(rows) == 0:
+            raise ValueError(f"{path} holds no rows")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sizes(self) -> np.ndarray:
+        return np.full(len(self), max(self._rows.data.nbytes // len(self), 1), dtype=np.int64)
+
+    def files(self) -> list[Path]:
+        return self._files
+
+    def read(self, index: int) -> Record:
+        # A column that some rows lack is None there.
+        fields = {name: value for name, value in self._rows[int(index)].items() if value is not None}
+        return Record(f"{self.name}, row {index}", fields)
+
+
+class Several(Source):
+    """Files of records, as one."""
+
+    def __init__(self, sources: Sequence[Source], root: Path) -> None:
+        self.name = str(root)
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def sizes(self) -> np.ndarray:
+        return np.concatenate([source.sizes() for source in self._sources])
+
+    def files(self) -> list[Path]:
+        return [path for source in self._sources for path in source.files()]
+
+    def read(self, index: int) -> Record:
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self._sources[which].read(index - (int(self._ends[which - 1]) if which else 0))
+
+
+def open_source(dataset: str, join: str = "documents") -> Source:
+    """Finds out what `dataset` is. Raises where there is nothing to read."""
+    if join not in JOINS:
+        raise ValueError(f"join is {join!r}; it is one of {', '.join(JOINS)}")
+    paths, root = find_documents(dataset)
+    is_table = dataset != STDLIB and root.is_dir() and _is_saved_table(root)
+    # Of a folder with other files in it, a file of JSON lines is one text among them.
+    is_records = is_table or all(path.name.endswith(RECORD_SUFFIXES) for path in paths)
+    if join == "repository":
+        if is_records:
+            raise ValueError(f"join is 'repository' and {root} holds records, not files of text; leave join out")
+        return Repository(paths, root, any_encoding=dataset == STDLIB)
+    if is_table:
+        return _saved_table(root)
+    if is_records:
+        opened = [_open_records(path) for path in sorted(paths)]
+        return opened[0] if len(opened) == 1 else Several(opened, root)
+    # Old modules of the standard library are in Latin-1 here and there.
+    source = TextFiles(paths, root, any_encoding=dataset == STDLIB)
+    if len(paths) == 1 and root.suffix in LIKE_RECORDS:
+        source.notes = (f"{root} is read as plain text; records are lines of JSON in a .jsonl file",)
+    return source
+
+
+def find_documents(dataset: str) -> tuple[list[Path], Path]:
+    """The files of a dataset in their fixed order, and what they belong to. Raises where there is nothing to read."""
+    if dataset == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [path for path in root.rglob("*.py") if not _NOT_STDLIB & set(path.relative_to(root).parts)]
+        if not files:
+            raise ValueError(
+                f"no .py files under {root}: this Python has no source of its standard library; "
+                "name a text file or folder with --dataset"
+            )
+        return _in_fixed_order(files, root), root
+    root = Path(dataset).expanduser()
+    if root.is_file():
+        return [root], root
+    if not root.is_dir():
+        siblings = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
+        near = difflib.get_close_matches(root.name, siblings, n=1)
+        hint = f"; did you mean {str(root.parent / near[0])!r}?" if near else "."
+        raise ValueError(
+            f"the dataset {dataset!r} is not there{hint} Name a text file, a folder of them, or {STDLIB!r}"
+        )
+    files = [path for path in _files_under(root) if not _is_hidden(path.relative_to(root))]
+    if not files:
+        raise ValueError(f"the folder {root} holds no files; name a text file or a folder of them")
+    return _in_fixed_order(files, root), root
+
+
+def shuffled(count: int, seed: int) -> np.ndarray:
+    """The numbers below `count` in an order that is the same for ever: a folder that another release of NumPy began to
+    tokenise is finished by this one. They are sorted by their hash (the finalizer of splitmix64)."""
+    keys = np.arange(count, dtype=np.uint64) + np.uint64(((seed + 1) * 0x9E3779B97F4A7C15) % (1 << 64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
+    return np.argsort(keys, kind="stable")
+
+
+def _files_under(root: Path) -> Iterator[Path]:
+    return (path for path in root.rglob("*") if path.is_file())
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _in_fixed_order(files: list[Path], root: Path) -> list[Path]:
+    """One that looks random, by a checksum of the names, so that the first files are a fair sample of all."""
+
+    def key(path: Path) -> tuple[int, str]:
+        name = path.relative_to(root).as_posix()
+        return zlib.crc32(name.encode("utf-8", "surrogateescape")), name
+
+    return sorted(files, key=key)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _opened(path: Path, called: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{called} cannot be read: {error.strerror or error}") from error
+
+
+def _why_not_text(raw: bytes) -> str | None:
+    if b"\0" in raw:
+        return "is binary, not text"
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 (byte {error.start})"
+    return None
+
+
+def _find_lines(path: Path, called: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Where the lines begin and end [N, 2], and their numbers."""
+    breaks: list[np.ndarray] = []
+    place = 0
+    with _opened(path, called) as file:
+        while piece := file.read(_SCAN_BYTES):
+            breaks.append(np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == ord("\n")) + place)
+            place += len(piece)
+        stops = np.concatenate([*breaks, [place]]).astype(np.int64)
+        starts = np.concatenate([[0], stops[:-1] + 1])
+        is_blank = stops <= starts
+        for index in np.flatnonzero(stops - starts == 1):  # a carriage return
+            file.seek(starts[index])
+            is_blank[index] = not file.read(1).strip()
+    return np.stack([starts, stops], axis=1)[~is_blank], np.flatnonzero(~is_blank) + 1
+
+
+def _unpack(path: Path) -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="oomb-", suffix=".jsonl")
+    try:
+        with open(descriptor, "wb") as unpacked, gzip.open(path) as packed:
+            shutil.copyfileobj(packed, unpacked, _SCAN_BYTES)
+        return Path(name)
+    except BaseException as error:
+        Path(name).unlink(missing_ok=True)
+        raise _unpacking_failed(path, error) from error
+
+
+def _unpacking_failed(path: Path, error: BaseException) -> BaseException:
+    if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
+        return ValueError(f"{path} is not a whole gzip file: {error}")
+    if isinstance(error, PermissionError):
+        return ValueError(f"{path} cannot be read: {error.strerror}")
+    if isinstance(error, OSError):
+        return ValueError(
+            f"{path} cannot be unpacked into {tempfile.gettempdir()}: {error.strerror or error}; "
+            "set TMPDIR to a folder with more room"
+        )
+    return error
+
+
+def _open_records(path: Path) -> Source:
+    if path.suffix != ".parquet":
+        return JsonRecords(path)
+    try:
+        rows = _datasets(path).Dataset.from_parquet(str(path))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {_last_line(error)}") from error
+    return Table(rows, path, [path])
+
+
+def _is_saved_table(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    )
+
+
+def _saved_table(folder: Path) -> Source:
+    datasets = _datasets(folder)
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{folder} cannot be read as a dataset: {_last_line(error)}") from error
+    files = sorted(_files_under(folder))
+    if not isinstance(saved, datasets.DatasetDict):
+        return Table(saved, folder, files)
+    if SPLIT not in saved:
+        raise ValueError(f"{folder} has the splits {', '.join(saved)} and no {SPLIT!r}: name the folder of one of them")
+    others = [name for name in saved if name != SPLIT]
+    return Table(saved[SPLIT], folder / SPLIT, files, (f"splits left unread: {', '.join(others)}",) if others else ())
+
+
+def _datasets(path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"{path} is read by the datasets package: pip install oomb[datasets]") from error
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _last_line(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]

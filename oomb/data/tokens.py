@@ -1,0 +1,137 @@
+"""A token sequence, in memory or on disk, and examples as slices of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+IGNORED = -100
+
+
+class MappedArray:
+    """A .npy file, of which only what is asked for is read. It is opened anew each time: a thousand shards would be
+    more open files than a process may have, and next to an example's tokens that costs nothing."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        self._path, self._length = path, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        return np.load(self._path, mmap_mode="r")[place]
+
+
+class Tokens:
+    """One sequence in several arrays; where its documents end; what is learnt of it."""
+
+    def __init__(self, parts: Sequence[Any], ends: np.ndarray, spans: np.ndarray | None = None) -> None:
+        self._parts = parts
+        self._part_ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        self.ends = ends
+        self.spans = spans
+        """[R, 2], in order; None: all is learnt."""
+
+    def __len__(self) -> int:
+        return int(self._part_ends[-1]) if len(self._part_ends) else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        found = []
+        which = int(np.searchsorted(self._part_ends, start, side="right"))
+        while start < stop:
+            end = int(self._part_ends[which])
+            first = end - len(self._parts[which])
+            found.append(np.asarray(self._parts[which][start - first : min(stop, end) - first]))
+            start, which = min(stop, end), which + 1
+        return np.concatenate(found).astype(np.int64)
+
+    def labels(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """Those of `ids`, which begin at `start`."""
+        if self.spans is None:
+            return ids.copy()
+        labels = np.full_like(ids, IGNORED)
+        first = int(np.searchsorted(self.spans[:, 1], start, side="right"))
+        last = int(np.searchsorted(self.spans[:, 0], start + len(ids), side="left"))
+        for begin, end in self.spans[first:last] - start:
+            place = slice(max(int(begin), 0), int(end))
+            labels[place] = ids[place]
+        return labels
+
+    def windows(self, max_length: int) -> np.ndarray:
+        """[N, 2]: cuts of the whole sequence, all of one length; what is left at the end is too short."""
+        starts = np.arange(len(self) // max_length, dtype=np.int64) * max_length
+        return self._learnt(np.stack([starts, starts + max_length], axis=1))
+
+    def pieces(self, max_length: int) -> np.ndarray:
+        """[N, 2]: documents, the longer ones in pieces (see `pieces`)."""
+        return self._learnt(pieces(self.ends, max_length))
+
+    def _learnt(self, bounds_N2: np.ndarray) -> np.ndarray:
+        return bounds_N2 if self.spans is None else bounds_N2[is_learnt(bounds_N2, self.spans)]
+
+
+def pieces(ends: np.ndarray, max_length: int) -> np.ndarray:
+    """[N, 2] of documents that end at `ends`, none longer than `max_length`.
+
+    Neighbours share one token. The first token of an example is not predicted, so every token but the first of a
+    document is predicted once: with `max_length` 4, a document of 8 tokens is 0..4, 3..7, 6..8.
+    """
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    stride = max_length - 1
+    counts = -(-np.maximum(ends - begins - 1, 0) // stride)
+    which = np.repeat(np.arange(len(ends)), counts)
+    number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = begins[which] + number * stride
+    return np.stack([starts, np.minimum(starts + max_length, ends[which])], axis=1)
+
+
+def is_learnt(bounds_N2: np.ndarray, spans_R2: np.ndarray) -> np.ndarray:
+    """Whether an example has a token to predict. Its loss would be 0 / 0 if it had none."""
+    targets = bounds_N2[:, 0] + 1
+    first = np.searchsorted(spans_R2[:, 1], targets, side="right")
+    begins = np.append(spans_R2[:, 0], np.iinfo(np.int64).max)
+    return begins[first] < bounds_N2[:, 1]
+
+
+class Windows(Dataset):
+    """Examples by number: `input_ids` and `labels`, always the same ones for the same number."""
+
+    def __init__(self, tokens: Tokens, bounds_N2: np.ndarray) -> None:
+        self._tokens = tokens
+        self._bounds_N2 = bounds_N2
+
+    def __len__(self) -> int:
+        return len(self._bounds_N2)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        start, stop = (int(place) for place in self._bounds_N2[index])
+        ids = self._tokens.read(start, stop)
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(self._tokens.labels(ids, start))}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each example."""
+        return (self._bounds_N2[:, 1] - self._bounds_N2[:, 0]).tolist()
+
+
+@dataclass(frozen=True)
+class Split:
+    """What `open_dataset` returns. `held_out` is None where there is a single example."""
+
+    train: Windows
+    held_out: Windows | None
+    num_tokens: int
+    num_documents: int
+    skipped: tuple[Path, ...]
+    """Files of a folder left out because they hold no text."""
+    packing: str = "windows"
+    notes: tuple[str, ...] = ()
+    """Remarks for the user."""

@@ -1,0 +1,246 @@
+"""Charts as data, and as SVG that takes its colours and its size from the page around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH, HEIGHT = 480, 290
+LEFT, RIGHT, TOP, BOTTOM = 58, 22, 34, 46
+"""Margins around the plot, in units of the view box. On a phone a unit is about 0.7 pixels, so text is 14 high."""
+
+MOST_POINTS = 1000
+"""In a path. Of more, the lowest and the highest of each of half as many stretches are drawn."""
+MOST_HINTS = 200
+"""Points that say their value when the pointer is over them."""
+MOST_DOTS = 24
+"""Points that are drawn as dots beside the line. A line of one point would not be seen at all."""
+LARGEST = 1e15
+"""Beyond it a value is taken for what it is, a run gone wrong, and left out as NaN is."""
+
+Format = Callable[[float], str]
+
+
+def plain(value: float) -> str:
+    """A number for a person: four digits, and no more zeros than it takes."""
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e6:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:.3g}"
+
+
+def tokens(value: float) -> str:
+    """131072 -> "128K"."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.0f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    name: str
+    points: Sequence[tuple[float, float]]
+    color: int = 1
+    """1 to 4: the same thing has the same colour in all charts."""
+    dots: bool = False
+    """Dots alone, without a line: for values that are few and far between."""
+    errors: Sequence[float | None] = ()
+    """Half the height of the bar at each point, where there is one."""
+
+    @property
+    def shown(self) -> list[tuple[float, float]]:
+        return [point for point in self.points if _is_sound(point[1])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    key: str
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    about: str = ""
+    """A sentence that says what is to be seen."""
+    format_x: Format = plain
+    format_y: Format = plain
+    log_x: bool = False
+    """Powers of two at equal distances."""
+    from_zero: bool = False
+    whole_x: bool = True
+    limits: Sequence[tuple[float, str]] = ()
+    """Horizontal lines with their names, drawn if they do not push the data into a corner."""
+    marks: Sequence[tuple[float, str]] = ()
+    """Vertical lines with their names."""
+    points: list[tuple[float, float]] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.points.extend(point for series in self.series for point in series.shown)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.points
+
+    @property
+    def drawn_limits(self) -> list[tuple[float, str]]:
+        highest = max((abs(y) for _, y in self.points), default=0.0)
+        return [(value, name) for value, name in self.limits if 0 < value <= 2.5 * highest]
+
+    def summary(self) -> str:
+        """The chart in words, for those who do not see it."""
+        words = []
+        for series in self.series:
+            if series.shown:
+                (first, start), (last, end) = series.shown[0], series.shown[-1]
+                low, high = (f(y for _, y in series.shown) for f in (min, max))
+                words.append(
+                    f"{series.name}: {self.format_y(start)} at {self.format_x(first)}, {self.format_y(end)} at "
+                    f"{self.format_x(last)}, between {self.format_y(low)} and {self.format_y(high)}"
+                )
+        return f"{self.title}, {self.y_label} by {self.x_label}. " + "; ".join(words)
+
+
+def svg(chart: Chart) -> str:
+    """The chart as an SVG element. It must not be empty."""
+    x, x_ticks = _x_axis(chart)
+    y, y_ticks = _y_axis(chart)
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.summary())}">']
+    for value in y_ticks:
+        at = y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_text(LEFT - 7, at + 4.5, chart.format_y(value), "end"))
+    for value in x_ticks:
+        at = x(value)
+        parts.append(f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(_text(at, bottom + 19, chart.format_x(value), "middle"))
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    if chart.y_label:
+        parts.append(_text(4, 16, chart.y_label, "start", "name"))
+    parts.append(_text((LEFT + right) / 2, bottom + 38, chart.x_label, "middle", "name"))
+    for value, name in chart.drawn_limits:
+        at = y(value)
+        parts.append(f'<line class="limit" x1="{LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_text(right, at - 4, name, "end", "name"))
+    for value, name in chart.marks:
+        at = x(value)
+        if LEFT <= at <= right:
+            parts.append(
+                f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}">'
+                f"<title>{escape(name)}</title></line>"
+            )
+    parts += [_draw(series, chart, x, y) for series in chart.series if series.shown]
+    return "".join(parts) + "</svg>"
+
+
+def _draw(series: Series, chart: Chart, x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """A path, broken where values are missing; bars of errors; dots where they are few; hints."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for point in thin(series.points):
+        if _is_sound(point[1]):
+            pieces[-1].append(point)
+        elif pieces[-1]:
+            pieces.append([])
+    path = "".join(
+        "".join(f"{'L' if i else 'M'}{x(px):.1f} {y(py):.1f}" for i, (px, py) in enumerate(piece)) for piece in pieces
+    )
+    name = escape(series.name)
+    kind = "dots" if series.dots else "line"
+    parts = [f'<g class="series c{series.color}"><path class="{kind}" data-name="{name}" d="{path}"/>']
+    for (px, py), error in zip(series.points, series.errors):
+        if error is not None and _is_sound(py) and _is_sound(error):
+            at, top, end = x(px), y(py + error), y(py - error)
+            parts.append(f'<line class="error" x1="{at:.1f}" x2="{at:.1f}" y1="{top:.1f}" y2="{end:.1f}"/>')
+    shown = series.shown
+    visible = series.dots or len(shown) <= MOST_DOTS
+    # A single value between two gaps is no line either.
+    alone = {piece[0] for piece in pieces if len(piece) == 1}
+    for px, py in shown if len(shown) <= MOST_HINTS or visible else sorted(alone):
+        words = f"{series.name}, {chart.x_label} {chart.format_x(px)}: {chart.format_y(py)}"
+        dot = 'class="dot" r="3.5"' if visible or (px, py) in alone else 'class="hint" r="7"'
+        parts.append(f'<circle {dot} cx="{x(px):.1f}" cy="{y(py):.1f}"><title>{escape(words)}</title></circle>')
+    return "".join(parts) + "</g>"
+
+
+def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most about so many points that look the same: of each stretch the lowest and the highest."""
+    if len(points) <= most:
+        return list(points)
+    kept: list[tuple[float, float]] = []
+    size = math.ceil(len(points) / (most // 2))
+    for start in range(0, len(points), size):
+        stretch = [i for i in range(start, min(start + size, len(points))) if _is_sound(points[i][1])]
+        if not stretch:
+            kept.append(points[start])
+            continue
+        low, high = (pick(stretch, key=lambda i: points[i][1]) for pick in (min, max))
+        kept += [points[i] for i in sorted({low, high})]
+    # A curve begins and ends where its data do.
+    return [points[0], *kept[kept[0] == points[0] :], *([] if kept[-1] == points[-1] else [points[-1]])]
+
+
+def _is_sound(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= LARGEST
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    kind = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(text)}</text>'
+
+
+def _x_axis(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
+    values = [x for x, _ in chart.points]
+    low, high = min(values), max(values)
+    start, end = LEFT + 6, WIDTH - RIGHT - 6
+    if chart.log_x:
+        low = max(low, 1.0)
+        high = max(high, 2 * low)
+        first, last = math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9)
+        # As many as can be read side by side.
+        powers = range(first, last + 1, max(1, -(-(last - first + 1) // 6)))
+        scale = (end - start) / math.log2(high / low)
+        return lambda x: start + scale * math.log2(max(x, low) / low), [2.0**power for power in powers]
+    ticks = [low]
+    if low == high:
+        around = max(0.5, 1e-9 * abs(low))
+        low, high = low - around, high + around
+    else:
+        ticks = nice_ticks(low, high, 6, whole=chart.whole_x)
+    scale = (end - start) / (high - low)
+    return lambda x: start + scale * (x - low), [tick for tick in ticks if low <= tick <= high]
+
+
+def _y_axis(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
+    values = [y for _, y in chart.points] + [value for value, _ in chart.drawn_limits]
+    for series in chart.series:
+        bars = [(y, error) for (_, y), error in zip(series.points, series.errors) if error is not None]
+        values += [y + sign * error for y, error in bars for sign in (-1, 1) if _is_sound(y) and _is_sound(error)]
+    low, high = min(values), max(values)
+    if chart.from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, 1e-30):
+        around = size / 2 if size > 1e-30 else 1.0
+        low, high = low - around * (not chart.from_zero), high + around
+    ticks = nice_ticks(low, high, 5)
+    low, high = min(low, ticks[0]), max(high, ticks[-1])
+    scale = (HEIGHT - BOTTOM - TOP) / (high - low)
+    return lambda y: HEIGHT - BOTTOM - scale * (y - low), ticks
+
+
+def nice_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that span [low, high], `most` of them or few more."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough * (1 - 1e-9))
+    if whole:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]

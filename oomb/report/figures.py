@@ -1,0 +1,141 @@
+"""The charts of a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from oomb.metrics import GIB
+from oomb.report.chart import Chart, Series, percent, plain, tokens
+from oomb.report.run import Run, number
+
+STEP = "step"
+WHEN = {"before": "before training", "after": "after training"}
+
+
+def training_charts(run: Run) -> list[Chart]:
+    """Those that have something to show."""
+    marks = [(step, f"resumed at step {step}") for step in run.resumed_at]
+    peak = "GPU memory at its peak" if run.on_gpu else "memory of the process (RSS)"
+    pages = "pages on the GPU" if run.on_gpu else "pages"
+    budgets = [("gpu", run.budget("gpu")), ("host", run.budget("host"))]
+    limits = {limit for _, limit in budgets if limit is not None}
+    moved = [
+        Series(name="into the GPU", points=_scaled(run, "loaded_bytes", GIB), color=1),
+        Series(name="out of the GPU", points=_scaled(run, "stored_bytes", GIB), color=2),
+    ]
+    charts = [
+        Chart(
+            key="loss",
+            title="Loss",
+            x_label=STEP,
+            y_label="nats per token",
+            series=[
+                Series(name="training", points=run.series("loss"), color=1),
+                Series(name="held-out", points=run.held_out, color=2, dots=True),
+            ],
+            about="Of the text that is trained on, at each step, and of text that is never trained on.",
+            marks=marks,
+        ),
+        _one(run, "learning_rate", "Learning rate", "", marks=marks, color=1),
+        _one(run, "grad_norm", "Norm of the gradient", "before clipping", marks=marks, color=1),
+        _one(run, "tokens_per_s", "Throughput", "tokens per second", from_zero=True, marks=marks, color=1),
+        _one(run, "step_s", "Time of a step", "seconds", from_zero=True, marks=marks, color=1),
+        _one(run, "mfu", "Share of the GPU's arithmetic used", "MFU", from_zero=True, format_y=percent, marks=marks),
+        Chart(
+            key="memory",
+            title="Memory",
+            x_label=STEP,
+            y_label="GiB",
+            series=[
+                Series(name=peak, points=_scaled(run, "peak_memory_bytes", GIB), color=1),
+                Series(name=pages, points=_scaled(run, "gpu_page_bytes", GIB), color=2),
+                Series(name="pages on the host", points=_scaled(run, "host_page_bytes", GIB, zeros=False), color=3),
+            ],
+            about="Pages hold what grows with the context: K, V, their gradients, kept attention outputs.",
+            from_zero=True,
+            limits=[(size / GIB, whose) for size, whose in sorted(limits)],
+            marks=marks,
+        ),
+        Chart(
+            key="transfers",
+            title="Moved between GPU and host",
+            x_label=STEP,
+            y_label="GiB per step",
+            series=moved if any(y > 0 for series in moved for _, y in series.points) else [],
+            from_zero=True,
+            marks=marks,
+        ),
+        Chart(
+            key="waited",
+            title="Waited for transfers",
+            x_label=STEP,
+            y_label="seconds per step",
+            series=[Series(name="waited", points=_scaled(run, "waited_s", 1, zeros=False), color=4)],
+            about="How long the computation stood still for what was on its way.",
+            from_zero=True,
+            marks=marks,
+        ),
+    ]
+    return [chart for chart in charts if not chart.is_empty]
+
+
+def position_chart(run: Run) -> Chart | None:
+    """Loss by position, before and after."""
+    series = []
+    for color, (when, name) in zip((2, 1), WHEN.items()):
+        buckets = position_buckets(run.evals.get(when, {}))
+        # Of a bucket the middle, on a scale of powers of two.
+        points = [(math.sqrt(max(b["start"], b["end"] / 4, 1) * b["end"]), b["loss"]) for b in buckets]
+        errors = [b["standard_error"] for b in buckets]
+        if points:
+            series.append(Series(name=name, points=points, color=color, errors=errors))
+    chart = Chart(
+        key="positions",
+        title="Loss by position",
+        x_label="tokens before",
+        y_label="nats per token",
+        series=series,
+        about="A model that uses its context predicts late tokens better than early ones. Bars are standard errors.",
+        format_x=tokens,
+        log_x=True,
+    )
+    return None if chart.is_empty else chart
+
+
+def position_buckets(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sound buckets of an `eval` event."""
+    found = event.get("perplexity")
+    buckets = found.get("buckets") if isinstance(found, dict) else None
+    sound = []
+    for bucket in buckets if isinstance(buckets, list) else []:
+        if isinstance(bucket, dict):
+            values = {name: number(bucket.get(name)) for name in ("start", "end", "count", "loss", "perplexity")}
+            start, end = values["start"], values["end"]
+            if start is not None and end is not None and 0 <= start < end and values["loss"] is not None:
+                sound.append({**values, "standard_error": number(bucket.get("standard_error"))})
+    return sound
+
+
+def needle_cells(event: dict[str, Any]) -> dict[tuple[float, float], float]:
+    """Accuracy by (length, depth) of an `eval` event."""
+    found = event.get("needle")
+    cells = found.get("cells") if isinstance(found, dict) else None
+    sound = {}
+    for cell in cells if isinstance(cells, list) else []:
+        if isinstance(cell, dict):
+            length, depth, accuracy = (number(cell.get(name)) for name in ("length", "depth", "accuracy"))
+            if length is not None and depth is not None and accuracy is not None:
+                sound[length, depth] = min(max(accuracy, 0.0), 1.0)
+    return sound
+
+
+def _one(run: Run, name: str, title: str, y_label: str, *, color: int = 1, **options: Any) -> Chart:
+    series = [Series(name=title.lower(), points=run.series(name), color=color)]
+    return Chart(key=name, title=title, x_label=STEP, y_label=y_label, series=series, **{"format_y": plain, **options})
+
+
+def _scaled(run: Run, name: str, unit: float, *, zeros: bool = True) -> list[tuple[float, float]]:
+    """The values of a field in `unit`; without `zeros`, none at all where all are zero."""
+    points = [(float(step), value / unit) for step, value in run.series(name)]
+    return points if zeros or any(value != 0 for _, value in points) else []

@@ -1,0 +1,230 @@
+"""The events of a run, put in order. Nothing here trusts a value to be there, or to be of its type."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oomb.config import parse_bytes
+from oomb.metrics import GIB
+from oomb.presets import near_paths
+
+METRICS = "metrics.jsonl"
+OPENING = '{"event": '
+"""How every line begins."""
+
+
+@dataclass
+class Run:
+    """One training run, resumed or not."""
+
+    name: str
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """In order, each step once."""
+    resumed_at: list[int] = field(default_factory=list)
+    """The steps that a later start went on from."""
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    ends: list[dict[str, Any]] = field(default_factory=list)
+    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unread: list[int] = field(default_factory=list)
+    """Numbers of the lines that could not be read."""
+    is_ended: bool = False
+    """Whether the last start came to its end."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dictionary(self._last("settings"))
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        return dictionary(self._last("engine"))
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        return dictionary(self._last("machine"))
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.machine.get("gpu")) and not str(self.settings.get("device", "auto")).startswith("cpu")
+
+    @property
+    def status(self) -> str:
+        if not self.is_ended:
+            return "not finished: still running, or ended without saving"
+        return "stopped early and saved" if self.ends[-1].get("stopped") else "finished"
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens trained on, in the steps that count."""
+        settings = self.settings
+        names = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
+        sizes = [number(settings.get(name)) for name in names]
+        per_step = math.prod(size for size in sizes if size is not None) if None not in sizes else None
+        tokens = [_first(number(step.get("tokens")), per_step, _rate_times_time(step)) for step in self.steps]
+        known = [value for value in tokens if value is not None]
+        return round(sum(known)) if known and len(known) == len(tokens) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time in the steps that count."""
+        times = [value for _, value in self.series("step_s")]
+        return math.fsum(times) if times else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all steps but the first, which may compile; over the first where there is no other."""
+        rated = [(step, time) for step in self.steps if (time := number(step.get("step_s"))) and time > 0]
+        rated = rated[1:] or rated
+        tokens = [_first(number(step.get("tokens")), _rate_times_time(step)) for step, _ in rated]
+        if not rated or None in tokens:
+            return None
+        return math.fsum(value for value in tokens if value is not None) / math.fsum(time for _, time in rated)
+
+    def budget(self, tier: str) -> tuple[float, str] | None:
+        """Bytes that pages may take in the tier "gpu" or "host", and whose figure that is; None where nothing is
+        known."""
+        given = number(dictionary(self._last("budget")).get(f"{tier}_bytes"))
+        if given is not None and given > 0:
+            return given, "their budget"
+        setting = self.engine.get(f"{tier}_memory")
+        if isinstance(setting, (int, str)) and setting != "auto":
+            try:
+                return float(parse_bytes(setting)), f"{tier}_memory"
+            except (ValueError, OverflowError):
+                pass
+        return self.memory("gpu" if tier == "gpu" and self.on_gpu else "host")
+
+    def memory(self, tier: str) -> tuple[float, str] | None:
+        """The machine's memory, in bytes."""
+        gpu = dictionary(self.machine.get("gpu"))
+        total = number(gpu.get("memory_gib") if tier == "gpu" else self.machine.get("ram_gib"))
+        if total is None or total <= 0:
+            return None
+        return total * GIB, "the GPU's memory" if tier == "gpu" else "the machine's memory"
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a field, where it is a number; it may be infinite or NaN."""
+        return [
+            (step["step"], value) for step in self.steps if (value := number(step.get(name), finite=False)) is not None
+        ]
+
+    def _last(self, name: str) -> Any:
+        return next((start[name] for start in reversed(self.starts) if isinstance(start.get(name), dict)), None)
+
+
+def read_run(folder: str | Path) -> Run:
+    """The run of an `output_dir` of `oomb train`."""
+    folder = Path(folder).expanduser()
+    path = folder / METRICS
+    if not path.is_file():
+        if not folder.exists():
+            near = near_paths(folder)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"there is no run {folder}{hint}")
+        where = "is a file" if folder.is_file() else f"holds no {METRICS}"
+        raise ValueError(f"{folder} {where}; name the output_dir of a run of oomb train")
+    # A killed run may end in the middle of a character.
+    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    return order(lines, folder.resolve().name)
+
+
+def read_eval(path: str | Path) -> dict[str, Any]:
+    """A JSON file of `oomb eval`, as an `eval` event."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON (line {error.lineno}: {error.msg}); name a file of oomb eval") from error
+    if not isinstance(found, dict) or not isinstance(found.get("perplexity"), dict):
+        raise ValueError(f"{path} is no file of oomb eval: it holds no perplexity")
+    return found
+
+
+def order(lines: Iterable[str], name: str) -> Run:
+    """The run that these lines tell of."""
+    run = Run(name)
+    is_new = False
+    for at, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        event = _parse(line)
+        if event is None:
+            run.unread.append(at)
+            # A killed run's last line has no end, and the next start is written right behind it.
+            event = _parse(line[max(0, line.rfind(OPENING)) :])
+        if event is None:
+            continue
+        kind, step = event.get("event"), _step(event)
+        if kind == "start":
+            is_new = bool(run.starts)
+            run.starts.append(event)
+            run.is_ended = False
+        elif kind == "step" and step is not None:
+            _cut(run, step)
+            if is_new:
+                run.resumed_at.append(step - 1)
+                is_new = False
+            run.steps.append({**event, "step": step})
+        elif kind == "held_out" and step is not None and (loss := number(event.get("loss"), finite=False)) is not None:
+            run.held_out = [(other, value) for other, value in run.held_out if other < step] + [(step, loss)]
+        elif kind in ("eval", "sample"):
+            _keep(run.evals if kind == "eval" else run.samples, event)
+        elif kind == "end":
+            run.ends.append(event)
+            run.is_ended = True
+    return run
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _cut(run: Run, step: int) -> None:
+    """What comes again, or lies behind a step that comes now, was given up."""
+    while run.steps and run.steps[-1]["step"] >= step:
+        run.steps.pop()
+    run.resumed_at = [other for other in run.resumed_at if other < step]
+    run.held_out = [(other, loss) for other, loss in run.held_out if other <= step]
+
+
+def _keep(kept: dict[str, dict[str, Any]], event: dict[str, Any]) -> None:
+    when = event.get("when")
+    if when == "after" or (when == "before" and when not in kept):
+        kept[when] = event
+
+
+def _step(event: dict[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
+
+
+def number(value: Any, *, finite: bool = True) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        value = float(value)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) or not finite else None
+
+
+def dictionary(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _rate_times_time(step: dict[str, Any]) -> float | None:
+    rate, time = number(step.get("tokens_per_s")), number(step.get("step_s"))
+    return None if rate is None or time is None else rate * time

@@ -1,0 +1,287 @@
+"""A `transformers.Trainer` that writes checkpoints whole or not at all, and resumes as if it had never stopped.
+
+Most of what a run needs to go on is in transformers' checkpoints. The rest is here: what happens where the disk is full
+or the process is killed, saving in the middle of a step, and the few things on which a resumed run would differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from oomb import checkpoints
+
+REST = "oomb_state.json"
+"""What a run needs to go on as it was and transformers does not save: the seed of the data's order, and the loss of the
+steps since the last logged one."""
+
+
+class AtomicCheckpoints(transformers.Trainer):
+    """A `transformers.Trainer` whose checkpoints are whole or not there, and from which a run goes on as if it had
+    never stopped. Put it before another trainer of the same family among the bases of a class, and that one's are."""
+
+    control: TrainerControl
+    _tr_loss: Tensor
+
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        self._staging: Path | None = None
+        self._step_end: StepEnd | None = None
+        self._newest: Path | None = None
+        """The checkpoint that was last written, resumed from or loaded."""
+        self._saved_step: int | None = None
+        self._rest: dict[str, Any] = {}
+        """Of the checkpoint that was resumed from."""
+        self._data_seed: int | None = None
+        self.is_stepping = False
+        """From the beginning of an optimizer's step until all that belongs to it is on record."""
+        super().__init__(*positional, **options)
+        self.add_callback(_Steps(self))
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *positional: Any, **options: Any) -> Any:
+        """As of transformers. `True` resumes from the newest whole checkpoint in `output_dir`; a broken one that is
+        named is refused, by the name of the file that is at fault, before anything is loaded."""
+        output_dir = Path(self.args.output_dir)
+        if self.args.should_save:
+            checkpoints.clean(output_dir)
+        folder: Path | None = None
+        if resume_from_checkpoint is True:
+            folder = checkpoints.latest(output_dir)
+            if folder is None:
+                raise ValueError(
+                    f"there is no whole checkpoint in {output_dir} to resume from: "
+                    f"{', '.join(path.name for path in checkpoints.find(output_dir)) or 'none'} found"
+                )
+        elif resume_from_checkpoint:
+            folder = Path(resume_from_checkpoint)
+            checkpoints.check(folder)
+        if folder is not None and not (folder / "optimizer.pt").is_file():
+            warnings.warn(
+                f"{folder} holds weights alone (save_only_model=True): the optimizer, the schedule and the random "
+                "numbers start anew, so the losses will not be those of a run that was never stopped",
+                stacklevel=2,
+            )
+        self._step_end, self._newest, self._saved_step, self.is_stepping = None, folder, None, False
+        rest = None if folder is None else folder / REST
+        self._rest = json.loads(rest.read_text()) if rest is not None and rest.is_file() else {}
+        return super().train(None if folder is None else str(folder), *positional, **options)
+
+    def save_checkpoint(self) -> Path | None:
+        """A checkpoint of the last step that was finished, now: also when the step after it has been broken off, by
+        Ctrl-C or a signal. Returns its folder, or None where no step has been done yet. Raises `NotSaved`."""
+        if self.is_stepping:
+            kept = f"the newest checkpoint is {self._newest}" if self._newest else "there is no earlier checkpoint"
+            raise RuntimeError(f"the optimizer was stopped in the middle of its step, which cannot be saved; {kept}")
+        if self._step_end is None:
+            return self._newest
+        is_saved = self._newest is not None and self._newest.is_dir() and self._saved_step == self.state.global_step
+        if not is_saved:
+            with self._step_end.back_in(self):
+                self._save_checkpoint(self.model, None)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        return self._newest
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Raises `NotSaved`."""
+        run_dir = Path(self._get_output_dir(trial))
+        folder = run_dir / f"checkpoint-{self.state.global_step}"
+        with checkpoints.written(folder, self._checkpoint_bytes()) as partial:
+            self._staging = partial.parent
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = None
+            if self.state.best_model_checkpoint == str(partial):
+                self.state.best_model_checkpoint = str(folder)
+                self.state.save_to_json(str(partial / checkpoints.STATE))
+            rest = {"data_seed": self._data_seed, "last_logged_step": self._globalstep_last_logged}
+            (partial / REST).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
+        self._newest, self._saved_step = folder, self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        best = self.state.best_model_checkpoint
+        checkpoints.rotate(run_dir, self.args.save_total_limit, {folder} | ({Path(best)} if best else set()))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        # While a checkpoint is written, the run is elsewhere.
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # Not before it has its name.
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _checkpoint_bytes(self) -> int:
+        """What a checkpoint takes, about, and not more: it is refused where there is less."""
+        is_adapter = hasattr(self.model, "peft_config")
+        weights = [p for p in self.model.parameters() if p.requires_grad or not is_adapter]
+        states = [] if self.args.save_only_model else [s for s in self.optimizer.state.values() if isinstance(s, dict)]
+        tensors = weights + [x for state in states for x in state.values() if isinstance(x, Tensor)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
+        """All that follows a step. A checkpoint that cannot be written is no reason to lose hours of training: it is
+        said aloud and training goes on, unless it was to be the last one."""
+        self.is_stepping = False
+        self._step_end = StepEnd.of(self)
+        try:
+            super()._maybe_log_save_evaluate(*positional, **options)
+        except checkpoints.NotSaved as error:
+            if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+                raise
+            self.control.should_save = False
+            warnings.warn(f"{error}. TRAINING GOES ON WITHOUT THIS CHECKPOINT.", stacklevel=2)
+        self._step_end = StepEnd.of(self)
+
+    def _evaluate(self, *positional: Any, **options: Any) -> Any:
+        # How often a run is evaluated must not decide what it learns, nor must an evaluation that a stop cuts short.
+        before = random_state()
+        try:
+            return super()._evaluate(*positional, **options)
+        finally:
+            set_random_state(before)
+
+    def get_train_dataloader(self) -> Any:
+        # Where no data_seed is given, whatever seeded torch last decides the order, and need not do so again.
+        config = self.accelerator.dataloader_config
+        given, resumed = config.data_seed, self._rest.get("data_seed")
+        self._data_seed = next(seed for seed in (given, resumed, torch.initial_seed()) if seed is not None)
+        config.data_seed = self._data_seed
+        try:
+            return super().get_train_dataloader()
+        finally:
+            config.data_seed = given
+
+    def _get_train_sampler(self, *positional: Any, **options: Any) -> Any:
+        sampler = super()._get_train_sampler(*positional, **options)
+        return SeededByEpoch(sampler, self._data_seed) if isinstance(sampler, LengthGroupedSampler) else sampler
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        checkpoints.check(best)
+        super()._load_best_model()
+        # The optimizer's states are those of the last step: together they are no step's.
+        self._step_end, self._newest = None, best
+        self._keep_best_alone()
+
+    def _finalize_training(self, *positional: Any, **options: Any) -> Any:
+        if not self.args.load_best_model_at_end:
+            self._keep_best_alone()
+        return super()._finalize_training(*positional, **options)
+
+    def _keep_best_alone(self) -> None:
+        """What transformers does at the end of a run with save_total_limit=1, in our way of deleting."""
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
+            for folder in checkpoints.find(Path(best).parent):
+                if folder.absolute() != Path(best).absolute():
+                    checkpoints.remove(folder)
+
+    def _resume_logging(self) -> None:
+        """The next logged loss is the mean over all steps since the last one, those before the stop too."""
+        if "loss_since" in self._rest:
+            loss = self._rest["loss_since"]
+            self._tr_loss = torch.tensor(loss, dtype=self._tr_loss.dtype, device=self._tr_loss.device)
+            # The mean of this call of `train` is over its own steps alone.
+            self._total_loss_scalar -= loss
+            self._globalstep_last_logged = self._rest["last_logged_step"]
+
+
+@dataclass(frozen=True, eq=False)
+class StepEnd:
+    """What a training step leaves behind beside weights and optimizer, and the next one changes before it is done."""
+
+    random: dict[str, Any]
+    loss: Tensor
+    """Of the steps since the last logged one, up to this."""
+    flos: tuple[float, float]
+    num_tokens: Any
+
+    @staticmethod
+    def of(trainer: Any) -> StepEnd:
+        flos = trainer.current_flos, trainer.state.total_flos
+        return StepEnd(random_state(), trainer._tr_loss.clone(), flos, trainer.state.num_input_tokens_seen)
+
+    @contextmanager
+    def back_in(self, trainer: Any) -> Iterator[None]:
+        """The trainer as it was then, for the time of a `with`."""
+        now, now_loss = StepEnd.of(trainer), trainer._tr_loss
+        # An interrupted evaluation comes after the log of its step.
+        is_logged = trainer._globalstep_last_logged == trainer.state.global_step
+        self._set(trainer, torch.zeros_like(self.loss) if is_logged else self.loss)
+        try:
+            yield
+        finally:
+            now._set(trainer, now_loss)
+
+    def _set(self, trainer: Any, loss: Tensor) -> None:
+        set_random_state(self.random)
+        trainer._tr_loss = loss
+        trainer.current_flos, trainer.state.total_flos = self.flos
+        trainer.state.num_input_tokens_seen = self.num_tokens
+
+
+class _Steps(TrainerCallback):
+    """Tells a trainer what only callbacks are told."""
+
+    def __init__(self, trainer: AtomicCheckpoints) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer._resume_logging()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.is_stepping = True
+
+
+class SeededByEpoch(Sampler[int]):
+    """A sampler that draws from a generator, in an order that the seed and the epoch decide: a run that is resumed in
+    the middle of an epoch finds the same one."""
+
+    def __init__(self, sampler: Any, seed: int | None) -> None:
+        self.sampler, self.seed, self.epoch = sampler, seed or 0, 0
+        sampler.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.generator.manual_seed(self.seed + self.epoch)
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that training may draw from."""
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    state["numpy"] = numpy.random.get_state()  # noqa: NPY002 (a data set may use it)
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

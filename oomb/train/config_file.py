@@ -1,0 +1,86 @@
+"""A run's settings as a YAML file: read with every fault named by file, line and key, and written to be read again."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oomb.train.settings import KNOWN, SettingError, Settings, as_setting, by_panel
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """What a file says, and where it says it."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[str, int]
+
+    def where(self, key: str) -> str:
+        return f"{self.path}, line {self.lines[key]}"
+
+
+def read(path: Path) -> FileSettings:
+    """The settings of a YAML file: a mapping of known keys, each once, each of its type."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}), so it is no YAML file") from None
+    except OSError as error:
+        raise ValueError(f"the settings file {path} cannot be read: {error.strerror or error}") from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"{path}{line}: this is no YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: this is no YAML: {str(error).splitlines()[0]}") from None
+    if root is None:
+        return FileSettings(path, {}, {})
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"{path}, line {root.start_mark.line + 1}: settings are lines of the form `max_length: 32K`")
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    constructor = yaml.SafeLoader("")
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        key = str(key_node.value)
+        if key not in KNOWN:
+            raise ValueError(f"{path}, line {line}: unknown setting {key!r}{_nearest(key, KNOWN)}")
+        if key in lines:
+            raise ValueError(f"{path}, line {line}: {key} stands there twice, first in line {lines[key]}")
+        lines[key] = line
+        try:
+            values[key] = as_setting(key, constructor.construct_object(value_node, deep=True))
+        except SettingError as error:
+            raise ValueError(f"{path}, line {line}: {key} {error.problem}") from None
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}, line {line}: {key} cannot be read: {str(error).splitlines()[0]}") from None
+    return FileSettings(path, values, lines)
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    # TRL and Hugging Face spell words the same way; a hyphen is the commonest slip.
+    near = difflib.get_close_matches(key.replace("-", "_").lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else "; `oomb train --help` lists them all"
+
+
+def write(settings: Settings) -> str:
+    """The settings as YAML that `read` takes. An empty value: decided by model and data."""
+    blocks = []
+    for panel, values in by_panel(settings):
+        lines = [_line(key, value) for key, value in values.items()]
+        blocks.append("\n".join([f"# {panel}", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _line(key: str, value: Any) -> str:
+    if value is None:
+        return f"{key}:"
+    return yaml.safe_dump({key: value}, allow_unicode=True, width=float("inf")).rstrip("\n")

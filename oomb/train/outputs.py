@@ -1,0 +1,180 @@
+"""What a run leaves behind: its folder, its checkpoints, the saved model, and what it says at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from oomb import checkpoints, presets
+from oomb.config import Config
+from oomb.train.settings import DEMO, LATEST, Settings
+
+MODEL, METRICS, CONFIG = "model", "metrics.jsonl", "config.yaml"
+"""In the folder of a run."""
+
+
+def output_dir_of(settings: Settings) -> Path:
+    """Where the run writes. Refuses, before any work, what cannot be written or holds another run."""
+    if settings.output_dir is not None:
+        chosen = Path(settings.output_dir).expanduser()
+        if chosen.exists() and not chosen.is_dir():
+            raise ValueError(f"--output_dir {chosen} is a file; name a folder")
+        if not settings.overwrite_output_dir and settings.resume_from_checkpoint is None:
+            _refuse_used(chosen)
+        parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
+        if not os.access(parent, os.W_OK):
+            raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
+        return chosen
+    if settings.resume_from_checkpoint is not None:
+        return Path(settings.resume_from_checkpoint).parent
+    source = Path(settings.model_name_or_path)
+    # A model that we saved ourselves is called "model"; its run has the telling name.
+    name = source.parent.name if source.name == MODEL else source.name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name) or MODEL
+    candidates = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 1_000_000))
+    return next(path for path in candidates if not path.exists())
+
+
+def _refuse_used(output_dir: Path) -> None:
+    newest = checkpoints.latest(output_dir)
+    if newest is not None:
+        raise ValueError(
+            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint {newest}, "
+            "name another --output_dir, or pass --overwrite_output_dir"
+        )
+    for name, what in ((MODEL, "a trained model"), (METRICS, "the metrics of a run")):
+        if (output_dir / name).exists():
+            raise ValueError(
+                f"{output_dir} already holds {what}; name another --output_dir, or pass --overwrite_output_dir"
+            )
+
+
+def checkpoint_of(settings: Settings) -> str | None:
+    """The checkpoint to resume from, by its path."""
+    chosen = settings.resume_from_checkpoint
+    if chosen != LATEST:
+        return chosen
+    if settings.output_dir is None:
+        raise ValueError(
+            "--resume_from_checkpoint takes the latest checkpoint of --output_dir: name that, or the checkpoint itself"
+        )
+    newest = checkpoints.latest(Path(settings.output_dir).expanduser())
+    if newest is None:
+        raise ValueError(
+            f"--output_dir {settings.output_dir} holds no checkpoint to resume from; --save_steps N writes some"
+        )
+    return str(newest)
+
+
+def first_step(settings: Settings) -> int:
+    """Steps that the checkpoint to resume from has behind it."""
+    if settings.resume_from_checkpoint is None:
+        return 0
+    folder = Path(settings.resume_from_checkpoint)
+    try:
+        checkpoints.check(folder)
+    except checkpoints.BrokenCheckpoint as error:
+        raise ValueError(f"--resume_from_checkpoint {error}") from error
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if is_adapter != settings.use_peft:
+        what = "adapters: add --use_peft" if is_adapter else "whole weights: leave out --use_peft"
+        raise ValueError(f"--resume_from_checkpoint {folder} holds {what}")
+    if not is_adapter:
+        presets.check_model_name(settings.resume_from_checkpoint)
+    return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
+
+
+def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
+    """Write beside the place and rename: the folder is either the old model or the whole new one."""
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def how_to_go_on(output_dir: Path) -> str:
+    """After a stop: the command that does the rest."""
+    config = shlex.quote(str(output_dir / CONFIG))
+    return f"To go on:\n  {program()} train {config} --resume_from_checkpoint"
+
+
+def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -> str:
+    """After a whole run: commands worth a try."""
+    if settings.use_peft:
+        return _with_adapters(settings, saved_to)
+    longer = settings.max_length * 2
+    positions = presets.positions_of(model.config)
+    is_possible = num_tokens >= longer and (positions is None or longer <= positions)
+    context = longer if is_possible else settings.max_length
+    where = {"device": settings.device, "dtype": settings.dtype}
+    engine = {key: value for key, value in settings.engine.items() if key in ("kernels", "fuse", "keep_attention")}
+    go_on = {"model_name_or_path": str(saved_to), "dataset": settings.dataset, "learning_rate": settings.learning_rate}
+    go_on |= {"max_length": context, "max_steps": 10, **where, **settings.engine}
+    commands = {
+        f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}": "check its gradients on this machine",
+        f"train{_options(go_on)}": "go on at twice the context" if is_possible else "go on",
+    }
+    if settings.model_name_or_path == DEMO:
+        commands["train --dataset FOLDER"] = "the same on your own text"
+    return "\n".join(["Next:", *(f"  {program()} {command}\n      {what}" for command, what in commands.items())])
+
+
+def _with_adapters(settings: Settings, saved_to: Path) -> str:
+    if presets.is_preset(settings.model_name_or_path):
+        return (
+            f"The adapters belong to random weights that are not saved: {settings.model_name_or_path} is a preset. "
+            "They show speed and memory; name a folder or a hub id to train something to keep."
+        )
+    folder = repr(str(saved_to))
+    merged = repr(str(saved_to.with_name("merged")))
+    return "\n".join(
+        [
+            "To load the adapters on top of the model, or to merge them into it:",
+            "  from peft import AutoPeftModelForCausalLM",
+            f"  model = AutoPeftModelForCausalLM.from_pretrained({folder})",
+            f"  model.merge_and_unload().save_pretrained({merged})",
+        ]
+    )
+
+
+def _options(chosen: dict[str, Any]) -> str:
+    """As they are typed; those that are the default anyway are left out."""
+    defaults = {**asdict(Settings()), **asdict(Config())}
+    text = ""
+    for name, value in chosen.items():
+        if value is not None and value != defaults[name]:
+            text += f" --{name} {shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}"
+    return text
+
+
+def program() -> str:
+    """How this program is called from the user's shell: by its name where that is found, else by its path."""
+    if shutil.which("oomb"):
+        return "oomb"
+    script = Path(sys.executable).parent / "oomb"
+    if not script.is_file():
+        return f"{shlex.quote(sys.executable)} -m oomb"
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))

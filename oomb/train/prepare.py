@@ -1,0 +1,314 @@
+"""From settings to a trainer: tokenizer, windows, precision, model, adapters, arguments. Cheap refusals come first."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from oomb import data, presets
+from oomb.budget import Budget
+from oomb.config import Config
+from oomb.loss import IGNORED
+from oomb.optim import OffloadedAdamW
+from oomb.quantised import bits_config
+from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
+from oomb.trainer import Trainer
+
+# Chosen by short trials: much above it the loss stops falling, much below it 20 steps bring little.
+DEMO_LEARNING_RATE = 4e-3
+DEMO_STEPS = {"cpu": 20, "cuda": 200}
+LEARNING_RATE, LORA_LEARNING_RATE = 5e-5, 2e-4
+
+MASTER_BYTES = 16
+"""A trained number in float32 with its gradient and AdamW's two."""
+MASTER_SHARE = 0.5
+"""Of the GPU's memory that these may take by default. The rest is for activations and pages."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What `--dtype` and `--bf16` come to."""
+
+    dtype: str
+    mixed: bool
+    """Whether bfloat16 is computed in whatever the weights are."""
+    warning: str | None = None
+
+
+def check_packages(settings: Settings) -> None:
+    """Optional packages that the settings ask for are there, or named."""
+    if settings.use_peft and not _is_there("peft"):
+        raise SettingError("use_peft", "needs peft: pip install 'oomb[peft]'")
+    bits_config(load_in_4bit=settings.load_in_4bit)
+    for tracker in settings.trackers:
+        if not any(map(_is_there, TRACKERS[tracker])):
+            raise SettingError("report_to", f"{tracker} needs the package {tracker}: pip install {tracker}")
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def device_of(settings: Settings) -> torch.device:
+    device = presets.resolve_device(settings.device)
+    if device.index:
+        # transformers places the model of a single process on the first GPU it sees.
+        raise ValueError(f"--device {device} cannot be trained on; set CUDA_VISIBLE_DEVICES={device.index} instead")
+    if settings.load_in_4bit and device.type != "cuda":
+        raise SettingError("load_in_4bit", f"needs a GPU, and the device is {device}")
+    return device
+
+
+def precision_of(settings: Settings, gpu_bytes: int | None, model_config: PretrainedConfig) -> Precision:
+    """Weights in 16 bits lose updates that are smaller than half the distance to the next number, which at the rates of
+    fine-tuning are most. So float32 is the choice where it fits, with the arithmetic in bfloat16."""
+    trains_weights = not settings.use_peft
+    keeps_updates = settings.optim == "offloaded_adamw"
+    dtype = presets.SHORT_DTYPES.get(settings.dtype, settings.dtype)
+    if dtype == "auto":
+        if gpu_bytes is None or (settings.bf16 and trains_weights):
+            dtype = "float32"
+        else:
+            is_wide = trains_weights and not keeps_updates
+            fits = MASTER_BYTES * skeleton(model_config).num_parameters() <= MASTER_SHARE * gpu_bytes
+            dtype = "float32" if is_wide and fits else "bfloat16"
+    mixed = settings.bf16
+    if mixed is None:
+        mixed = gpu_bytes is not None and dtype == "float32" and settings.dtype == "auto"
+    warning = None
+    if trains_weights and not keeps_updates and dtype in ("bfloat16", "float16"):
+        warning = (
+            f"AdamW on {dtype} weights loses updates that are small beside them: --optim offloaded_adamw keeps them in "
+            "host memory, --dtype float32 --bf16 on the GPU, where that fits, and --use_peft trains adapters instead"
+        )
+    return Precision(dtype, mixed, warning)
+
+
+def skeleton(model_config: PretrainedConfig) -> Any:
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config)
+
+
+def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
+    """Names of layers that are not in the model are refused before its weights are loaded."""
+    targets = settings.target_modules
+    if isinstance(targets, str):
+        return
+    modules = skeleton(model_config).named_modules()
+    names = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+            raise SettingError("lora_target_modules", f"names {target!r}, and the model's linear layers are {known}")
+
+
+def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
+    if settings.tokenizer_name is not None:
+        return presets.load_tokenizer(settings.tokenizer_name)
+    if presets.is_preset(settings.model_name_or_path):
+        return None
+    try:
+        return presets.load_tokenizer(settings.model_name_or_path)
+    except ValueError:
+        # What `oomb train` saves of a byte-level model has no tokenizer, and reads bytes again.
+        if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
+            return None
+        raise
+
+
+def load_windows(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
+) -> data.Split:
+    steps = settings.max_steps or (_demo_steps(device) if settings.is_demo else None)
+    split = data.open_dataset(
+        settings.dataset,
+        tokenizer=tokenizer,
+        max_length=settings.max_length,
+        packing=settings.packing,
+        join=settings.dataset_join,
+        vocab_size=vocab_size,
+        num_train=None if steps is None else steps * settings.windows_per_step,
+        num_held_out=settings.max_eval_samples,
+        seed=settings.seed,
+    )
+    if len(split.train) < settings.per_device_train_batch_size:
+        raise ValueError(
+            f"{settings.dataset} has {count(len(split.train), 'window')} of {settings.max_length} tokens to train on "
+            f"and a batch takes {settings.per_device_train_batch_size}: lower --max_length or the batch size"
+        )
+    if settings.eval_strategy != "no" and split.held_out is None:
+        raise ValueError(
+            f"--eval_strategy {settings.eval_strategy} needs text held out, and {settings.dataset} is a single window "
+            f"of {settings.max_length} tokens: lower --max_length"
+        )
+    return split
+
+
+def _demo_steps(device: torch.device) -> int:
+    return DEMO_STEPS["cuda" if device.type == "cuda" else "cpu"]
+
+
+def resolved(settings: Settings, output_dir: Path, device: torch.device, num_windows: int) -> Settings:
+    """With the defaults that depend on model and data: what config.yaml says of the run."""
+    steps = settings.max_steps
+    if steps is None:
+        by_epochs = math.ceil(settings.num_train_epochs * num_windows / settings.windows_per_step)
+        steps = _demo_steps(device) if settings.is_demo and settings.num_train_epochs == 1 else max(1, by_epochs)
+    warmup = settings.warmup_steps
+    if warmup is None:
+        warmup = min(max(steps // 10, 2), 100, steps // 2)
+        if settings.warmup_ratio is not None:
+            warmup = math.ceil(settings.warmup_ratio * steps)
+    rate = DEMO_LEARNING_RATE if settings.is_demo else LORA_LEARNING_RATE if settings.use_peft else LEARNING_RATE
+    return replace(
+        settings,
+        output_dir=str(output_dir),
+        max_steps=steps,
+        warmup_steps=warmup,
+        warmup_ratio=None,
+        learning_rate=settings.learning_rate or rate,
+        # Of this run, not of its settings: a file that said so would do it again.
+        overwrite_output_dir=False,
+        resume_from_checkpoint=None,
+    )
+
+
+def arguments_of(settings: Settings, device: torch.device, mixed: bool) -> TrainingArguments:
+    """Of settings that are resolved."""
+    assert settings.max_steps is not None and settings.warmup_steps is not None and settings.output_dir is not None
+    return TrainingArguments(
+        output_dir=settings.output_dir,
+        max_steps=settings.max_steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        optim="adamw_torch",
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_epsilon=settings.adam_epsilon,
+        max_grad_norm=settings.max_grad_norm,
+        per_device_train_batch_size=settings.per_device_train_batch_size,
+        per_device_eval_batch_size=settings.per_device_train_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        eval_strategy=settings.eval_strategy,
+        eval_steps=settings.eval_steps,
+        save_strategy="no" if settings.save_steps is None else "steps",
+        save_steps=settings.save_steps or 500,
+        save_total_limit=settings.save_total_limit,
+        seed=settings.seed,
+        bf16=mixed,
+        use_cpu=device.type == "cpu",
+        dataloader_pin_memory=device.type == "cuda",
+        logging_steps=settings.logging_steps,
+        include_num_input_tokens_seen="non_padding",
+        report_to=settings.trackers or "none",
+        run_name=settings.run_name or Path(settings.output_dir).name,
+        disable_tqdm=True,
+    )
+
+
+def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
+    """The model to train, with new adapters or those of the checkpoint to resume from."""
+    torch.manual_seed(settings.seed)
+    resume = settings.resume_from_checkpoint
+    if settings.load_in_4bit:
+        model = _in_4_bits(settings, model_config, device)
+    elif resume is not None and not settings.use_peft:
+        # The trainer loads the checkpoint only when it trains; the held-out loss before that is to be the checkpoint's.
+        model = presets.load_model(resume, dtype=dtype, device=str(device))
+    else:
+        model = presets.load_model(settings.model_name_or_path, config=model_config, dtype=dtype, device=str(device))
+    return _with_adapters(settings, model) if settings.use_peft else model
+
+
+def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch.device) -> Any:
+    if presets.is_preset(settings.model_name_or_path):
+        raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
+    return AutoModelForCausalLM.from_pretrained(
+        settings.model_name_or_path,
+        config=model_config,
+        dtype=torch.bfloat16,
+        quantization_config=bits_config(load_in_4bit=True),
+        device_map={"": device},
+    )
+
+
+def _with_adapters(settings: Settings, model: Any) -> Any:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if settings.resume_from_checkpoint is not None:
+        return PeftModel.from_pretrained(model, settings.resume_from_checkpoint, is_trainable=True)
+    config = LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=settings.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+class StatesOnHost(Budget):
+    """Before a first step the engine leaves room on the GPU for AdamW's states. These are elsewhere."""
+
+    @property
+    def has_stepped(self) -> bool:
+        return True
+
+
+def trainer_of(
+    settings: Settings, model: Any, arguments: TrainingArguments, config: Config, split: data.Split
+) -> Trainer:
+    """The trainer with its optimizer's memory taken, where that lies on the host: before the engine plans its share."""
+    options: dict[str, Any] = {}
+    if settings.optim == "offloaded_adamw":
+        rates = {
+            "lr": arguments.learning_rate,
+            "betas": (arguments.adam_beta1, arguments.adam_beta2),
+            "eps": arguments.adam_epsilon,
+        }
+        options["optimizer_cls_and_kwargs"] = (OffloadedAdamW, {**rates, **settings.optimizer_options()})
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=split.train,
+        eval_dataset=split.held_out,
+        data_collator=padded,
+        engine_config=config,
+        **options,
+    )
+    if settings.optim == "offloaded_adamw":
+        trainer.create_optimizer()
+        trainer.engine.budget = StatesOnHost(trainer.engine.model, config)
+    return trainer
+
+
+def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of examples of any lengths: on the right what is missing, which neither attends nor counts."""
+    longest = max(len(example["input_ids"]) for example in examples)
+
+    def rows(name: str, filler: int) -> torch.Tensor:
+        return torch.stack(
+            [F.pad(example[name], (0, longest - len(example[name])), value=filler) for example in examples]
+        )
+
+    mask = torch.stack([torch.arange(longest) < len(example["input_ids"]) for example in examples])
+    return {"input_ids": rows("input_ids", 0), "labels": rows("labels", IGNORED), "attention_mask": mask.long()}
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,251 @@
+"""The run behind `oomb train`: check everything, load, train on `oomb.Trainer`, save, sum up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.markup import escape
+from transformers import PrinterCallback
+
+from oomb import checkpoints, data, presets, report
+from oomb.bench import step_flops
+from oomb.config import Config
+from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
+from oomb.memory import free_host_bytes
+from oomb.metrics import JsonLines, MemoryMeter, gib, machine
+from oomb.plan import Placement, host_budget
+from oomb.progress import Facts, TrainingDisplay, peak_flops
+from oomb.train import config_file, outputs, prepare
+from oomb.train.outputs import CONFIG, METRICS, MODEL
+from oomb.train.prepare import Precision, count
+from oomb.train.probe import Probe
+from oomb.train.settings import Settings
+from oomb.trainer import Trainer
+
+
+def run(settings: Settings, console: Console) -> int:
+    """Train. Returns the exit code. Everything that can be wrong with the settings is raised before the first step."""
+    started = time.monotonic()
+    config = Config.from_dict(settings.engine)
+    prepare.check_packages(settings)
+    presets.check_model_name(settings.model_name_or_path)
+    device = prepare.device_of(settings)
+    presets.resolve_dtype(settings.dtype, device)
+    if settings.dataset != data.STDLIB:
+        data.find_documents(settings.dataset)
+    settings = replace(settings, resume_from_checkpoint=outputs.checkpoint_of(settings))
+    first_step, resume = outputs.first_step(settings), settings.resume_from_checkpoint
+    output_dir = outputs.output_dir_of(settings)
+
+    # Text is cheaper to find fault with than weights are to load.
+    model_config = presets.load_config(settings.model_name_or_path)
+    if settings.use_peft:
+        prepare.check_targets(settings, model_config)
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    precision = prepare.precision_of(settings, gpu_bytes, model_config)
+    tokenizer = prepare.load_tokenizer(settings, model_config)
+    split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
+    probe = Probe(settings, split, tokenizer)
+    told = prepare.resolved(settings, output_dir, device, len(split.train))
+    arguments = prepare.arguments_of(told, device, precision.mixed)
+    if first_step >= arguments.max_steps:
+        raise ValueError(
+            f"{resume} is at step {first_step} and --max_steps is {arguments.max_steps}: "
+            "there is nothing left to train; raise --max_steps"
+        )
+    model = prepare.load_model(settings, model_config, precision.dtype, device)
+    trainer = prepare.trainer_of(told, model, arguments, config, split)
+    trainer.remove_callback(PrinterCallback)
+    host_limit = host_budget(config, free_host_bytes())
+    with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
+        # Fails here, with the numbers, if a step will not fit.
+        placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / CONFIG).write_text(config_file.write(told), encoding="utf-8")
+    meter = MemoryMeter(device)
+    log = JsonLines(output_dir / METRICS, append=resume is not None)
+    facts = _facts(told, trainer, split, placement, gpu_bytes, host_limit)
+    display = TrainingDisplay(console, log, meter, trainer.engine, facts)
+    interrupts = display.interrupts
+    saved_to: Path | None = None
+    try:
+        with log, interrupts:
+            # Before the trackers, which report what it adds.
+            trainer.callback_handler.callbacks.insert(0, display)
+            trainer.engine.progress = display.chunk_done
+            log.write(
+                event="start",
+                settings=asdict(settings),
+                engine=asdict(config),
+                machine=machine(),
+                budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
+            )
+            display.print(_describe(told, model, split, trainer, device, config, placement, precision))
+
+            before = _held_out_loss(trainer, split.held_out, display)
+            if before is not None:
+                log.write(event="held_out", step=first_step, loss=before)
+                when = "before training" if resume is None else f"of the checkpoint, step {first_step}"
+                display.print(f"held-out loss {when}: {before:.4f}")
+            if resume is None:
+                probe.run("before", trainer, display, first_step)
+            stopped = interrupts.terminated or _train(trainer, display, resume)
+            if display.step_times:
+                interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
+                if stopped:
+                    trainer.save_checkpoint()
+                saved_to = outputs.save(model, tokenizer, output_dir / MODEL)
+            step = trainer.state.global_step
+            after = display.held_out.get(step)
+            if after is None and not stopped:
+                after = _held_out_loss(trainer, split.held_out, display)
+                if after is not None:
+                    log.write(event="held_out", step=step, loss=after)
+            if not stopped:
+                probe.run("after", trainer, display, step)
+            log.write(
+                event="end",
+                stopped=stopped,
+                steps=step,
+                tokens=sum(display.step_tokens),
+                tokens_per_s=round(display.tokens_per_second, 1) if display.step_times else None,
+                peak_memory_bytes=meter.peak_bytes,
+                wall_s=round(time.monotonic() - started, 2),
+            )
+    except KeyboardInterrupt:
+        display.close()
+        checkpoints.clean(output_dir)
+        what = f"the trained model is in {saved_to}" if saved_to else "nothing was saved"
+        console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
+        if checkpoints.latest(output_dir) is not None:
+            console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
+        return EXIT_INTERRUPTED
+    if stopped:
+        where = f"the model as of then is in {saved_to}" if saved_to else "nothing was saved"
+        console.print(
+            f"[yellow]stopped after step {step} of {arguments.max_steps}; {where}[/]", highlight=False, soft_wrap=True
+        )
+    if saved_to is not None:
+        places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
+        if settings.report:
+            places["report"] = report.write_report(output_dir)
+        title = "Stopped" if stopped else "Done"
+        console.print(display.summary(title, (before, after), time.monotonic() - started, places))
+        next_steps = (
+            outputs.how_to_go_on(output_dir)
+            if stopped
+            else outputs.what_next(settings, split.num_tokens, model, saved_to)
+        )
+        console.print(next_steps, highlight=False, markup=False, soft_wrap=True)
+    return interrupts.exit_code if stopped or interrupts.terminated else 0
+
+
+def _facts(
+    settings: Settings,
+    trainer: Trainer,
+    split: data.Split,
+    placement: Placement,
+    gpu_bytes: int | None,
+    host_limit: int,
+) -> Facts:
+    on_gpu = gpu_bytes is not None
+    length, engine = settings.max_length, trainer.engine
+    # What 4-bit layers hold is not what they multiply with.
+    flops = None if settings.load_in_4bit else step_flops(engine.model, length, engine.config.keys_read(length))
+    held_out = len(split.held_out) if split.held_out is not None else 0
+    return Facts(
+        title=f"{settings.model_name_or_path} on {settings.dataset}, {settings.tokens_per_step:,} tokens a step",
+        tokens_per_step=settings.tokens_per_step,
+        num_eval_batches=-(-held_out // settings.per_device_train_batch_size),
+        flops_per_step=None if flops is None else flops * settings.windows_per_step,
+        peak_flops=peak_flops(torch.cuda.get_device_name(0)) if on_gpu else None,
+        device_bytes=gpu_bytes if on_gpu else psutil.virtual_memory().total,
+        gpu_page_bytes=placement.gpu_bytes,
+        host_page_bytes=host_limit,
+    )
+
+
+def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> bool:
+    """Train; True where a signal ended it early, which is between two chunks and never inside an optimizer step."""
+    notice = "stopping at the next chunk and saving; Ctrl-C again ends without saving"
+    display.interrupts.stop(notice)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except StopRequested:
+        return True
+    finally:
+        display.close()
+    return display.interrupts.stop_requested and trainer.state.global_step < trainer.state.max_steps
+
+
+def _held_out_loss(trainer: Trainer, held_out: data.Windows | None, display: TrainingDisplay) -> float | None:
+    """The held-out loss, or None where there is none. Nothing that happens here is worth a trained model."""
+    if held_out is None or display.interrupts.terminated:
+        return None
+    display.interrupts.stop("skipping the held-out loss at the next chunk; Ctrl-C again ends the program")
+    num_batches = -(-len(held_out) // trainer.args.per_device_eval_batch_size)
+    try:
+        with display.evaluating("held-out loss", num_batches):
+            return float(trainer.evaluate(held_out)["eval_loss"])
+    except StopRequested:
+        return None
+    except Exception as error:
+        if not display.step_times:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = escape(f"the held-out loss failed and is left out ({reason})")
+        display.print(f"[yellow]{text}[/]")
+        return None
+
+
+def _describe(
+    settings: Settings,
+    model: Any,
+    split: data.Split,
+    trainer: Trainer,
+    device: torch.device,
+    config: Config,
+    placement: Placement,
+    precision: Precision,
+) -> str:
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    adapters = f" (trained: {trained / 1e6:,.2f}M in adapters)" if settings.use_peft else ""
+    steps = trainer.args.max_steps
+    passes = steps * settings.windows_per_step / len(split.train)
+    again = f", each read {passes:.1f} times" if passes > 1.05 else ""
+    numbers = "4 bits" if settings.load_in_4bit else precision.dtype
+    numbers += " computed in bfloat16" if precision.mixed and precision.dtype != "bfloat16" else ""
+    model_name, dataset = escape(settings.model_name_or_path), escape(settings.dataset)
+    held_out = len(split.held_out) if split.held_out else 0
+    optimizer = ", AdamW's states on the host" if settings.optim == "offloaded_adamw" else ""
+    lines = [
+        f"[bold]{model_name}[/]: {sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {numbers}, "
+        f"on {device}",
+        f"[bold]{dataset}[/]: {count(len(split.train), 'window')} of {settings.max_length:,} tokens to train on"
+        f"{again}; {count(held_out, 'window')} held out",
+        f"{count(steps, 'step')} of {count(settings.windows_per_step, 'window')}, learning rate "
+        f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens{optimizer}",
+    ]
+    if placement.capacity:
+        what = "K, V and their gradients" + (", attention outputs" if placement.keep_attention else "")
+        host = f", {gib(placement.host_bytes)} on the host" if placement.host_bytes else ""
+        lines.append(f"{what}: {gib(placement.gpu_bytes)} on {device}{host}")
+    if precision.warning is not None:
+        lines.append(f"[yellow]{escape(precision.warning)}[/]")
+    positions = presets.positions_of(model.config)
+    if positions is not None and settings.max_length > positions:
+        lines.append(
+            f"[yellow]--max_length {settings.max_length:,} is more than the {positions:,} positions this model was "
+            "made for (max_position_embeddings): lower it, or scale RoPE, with YaRN for example, by rope_parameters "
+            "in the model's config.json (docs/quickstart.md)[/]"
+        )
+    lines += [f"[yellow]{escape(note)}[/]" for note in split.notes]
+    return "\n".join(lines)

@@ -1,0 +1,378 @@
+"""TRL's trainers with the engine in place of the model's forward: `from oomb import SFTTrainer`, all else as it was.
+
+TRL asks a model for the log-probability of each label and makes its losses and metrics of that. Here the engine is
+asked instead (`Forward`), so TRL's own code computes every loss it knows, at lengths that its model could not hold.
+
+B batch, T tokens, N tokens that count, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from oomb.config import Config
+from oomb.engine import Engine
+from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
+from oomb.refusals import unwrap
+from oomb.trainer import INPUTS, Trainer
+
+OLDEST = "1.15"
+"""The first TRL that asks its models for log-probabilities and not for logits."""
+
+
+@dataclass
+class Answer:
+    """What TRL expects of a model. Of every position but the last, [B, T - 1], and zero where no label counts."""
+
+    log_probs: Tensor
+    label_mask: Tensor
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    is_top1: Tensor | None = None
+
+
+class Forward:
+    """Stands where TRL calls a model. `noted` are the fields of the answer that need logits: they are computed in the
+    fill pass, a tile of tokens at a time, and have no gradient."""
+
+    def __init__(
+        self, engine: Engine, autocast: Callable[[], AbstractContextManager[Any]], noted: tuple[str, ...] = ()
+    ) -> None:
+        self.engine, self.autocast, self.noted = engine, autocast, noted
+
+    def __call__(
+        self, *, use_cache: bool | None = None, fused_lm_head: bool = False, **inputs: Tensor | None
+    ) -> Answer:
+        _refuse_call(fused_lm_head, inputs)
+        # Not `engine.logprobs`: labels may differ from the ids, and the head has no work where none counts.
+        input_ids, labels = inputs["input_ids"], inputs["labels"]
+        assert input_ids is not None
+        batch = self.engine._check(input_ids, labels, inputs.get("attention_mask"))
+        device = self.engine.model.device
+        wide = torch.promote_types(self.engine.model.dtype, torch.float32)
+        noted = {
+            name: torch.zeros(batch.ids.shape, dtype=torch.bool if name == "is_top1" else wide, device=device)
+            for name in self.noted
+        }
+        # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
+        with self.autocast(), _noting(self.engine, noted):
+            logp_BT = self.engine._target_logprobs(batch)
+        return Answer(
+            log_probs=logp_BT[:, :-1],
+            label_mask=batch.targets[:, :-1].to(device) != IGNORED,
+            **{name: value_BT[:, :-1] for name, value_BT in noted.items()},
+        )
+
+
+class NotingHead(TiledHead):
+    """A head that writes down what TRL logs of each counted token, while its logits are there."""
+
+    def __init__(self, head: TiledHead, noted: dict[str, Tensor]) -> None:
+        self.model, self.fused, self.noted = _Overheard(head.model, self._note), head.fused, noted
+        self._tiles: list[dict[str, Tensor]] = []
+        self._num_done = 0
+
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, fuse: bool = False) -> Tensor:
+        self._tiles.clear()
+        logp_BT = super().logprobs(hidden_BTD, targets_BT, fuse)
+        targets = targets_BT.to(logp_BT.device)
+        is_counted = targets != IGNORED
+        start, self._num_done = self._num_done, self._num_done + targets.shape[1]
+        for name, out_BT in self.noted.items():
+            if self._tiles:
+                notes_N = torch.cat([tile[name] for tile in self._tiles])
+                # Where most tokens count, the head has run on all of them.
+                notes_N = notes_N[is_counted.flatten()] if len(notes_N) == targets.numel() else notes_N
+                if name == "is_top1":
+                    notes_N = notes_N == targets[is_counted]
+                out_BT[:, start : self._num_done][is_counted] = notes_N.to(out_BT.dtype)
+        return logp_BT
+
+    def _note(self, logits_NV: Tensor) -> None:
+        self._tiles.append(notes_of(logits_NV, self.noted))
+
+
+class _Overheard:
+    """The model of a head, and someone who hears each tile of its logits."""
+
+    def __init__(self, model: Any, hear: Callable[[Tensor], None]) -> None:
+        self.model, self.hear = model, hear
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        logits_NV = self.model.logits(hidden_ND)
+        self.hear(logits_NV)
+        return logits_NV
+
+
+@contextmanager
+def _noting(engine: Engine, noted: dict[str, Tensor]) -> Iterator[None]:
+    """While this lasts, the engine's head takes notes. The gradient pass comes later, and has the plain head again."""
+    plain = engine.head
+    if noted:
+        engine.head = NotingHead(plain, noted)
+    try:
+        yield
+    finally:
+        engine.head = plain
+
+
+def notes_of(logits_NV: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Numbers [N] of each token's distribution; for `is_top1`, the likeliest token. Computed a tile at a time: those
+    of a fused head are too large for copies in float32."""
+    kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "entropy": lambda logits, lse: lse - (logits.softmax(-1) * logits).sum(-1),
+        "mean_logits": lambda logits, lse: logits.mean(-1),
+        "log_sum_sq_probs": lambda logits, lse: (2 * logits).logsumexp(-1) - 2 * lse,
+        "is_top1": lambda logits, lse: logits.argmax(-1),
+    }
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    for tile in logits_NV.split(max(1, PLAIN_TILE // logits_NV.shape[1])):
+        logits = tile.float() if tile.dtype.itemsize < 4 else tile
+        lse = logits.logsumexp(-1)
+        for name, values in parts.items():
+            values.append(kinds[name](logits, lse))
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+class TRLTrainer(Trainer):
+    """What both trainers share. In the order of inheritance TRL's trainer comes after `oomb.Trainer`, so
+    `super(Trainer, self)` is TRL's: what `oomb.Trainer` does with batches of its own is passed by."""
+
+    trl_class: type
+    """The trainer of TRL that this one is."""
+    noted: tuple[str, ...] = ("entropy", "is_top1")
+
+    def __init__(self, *given: Any, engine_config: Config | None = None, **options: Any) -> None:
+        named = dict(inspect.signature(self.trl_class).bind(*given, **options).arguments)
+        model, args = named.pop("model"), named.pop("args", None)
+        if args is None:
+            args = self._default_arguments(model)
+        self._refuse(args, named)
+        if isinstance(model, nn.Module):
+            # Here, before the data is tokenised; a model that is still a name is seen when TRL has loaded it.
+            unwrap(model)
+            _refuse_router_loss(model, args)
+        _switch_off(args)
+        super().__init__(model, args, engine_config=engine_config, **named)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model that is trained."""
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError(_router_loss_text(self.router_aux_loss_coef))
+        return super().engine
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        forward = Forward(self.engine, self.accelerator.autocast, self.noted)
+        loss = super(Trainer, self).compute_loss(forward, inputs, num_items_in_batch=num_items_in_batch)
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        loss, _, _ = super(Trainer, self).prediction_step(model, inputs, True, ignore_keys)
+        if prediction_loss_only:
+            return loss, None, None
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.accelerator.autocast():
+            logprobs = self.engine.logprobs(inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+        return loss, logprobs, inputs.get("labels", inputs["input_ids"])
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        return super(Trainer, self).get_batch_samples(*args, **options)
+
+    def _refuse(self, args: Any, named: dict[str, Any]) -> None:
+        """Raises where arguments of this trainer ask for what the engine cannot do."""
+
+    def _default_arguments(self, model: Any) -> Any:
+        import trl
+
+        kind = self.trl_class.__name__.removesuffix("Trainer")
+        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        return getattr(trl, f"{kind}Config")(f"{name.split('/')[-1]}-{kind}")
+
+
+class SFT(TRLTrainer):
+    """Use it as `trl.SFTTrainer`; `engine_config` is the one argument more.
+
+    `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
+    """
+
+    def _refuse(self, args: Any, named: dict[str, Any]) -> None:
+        packs = getattr(args, "packing", False)
+        strategy = getattr(args, "packing_strategy", "")
+        if getattr(args, "padding_free", False) or (packs and strategy != "wrapped"):
+            what = f'packing=True with packing_strategy="{strategy}"' if packs else "padding_free=True"
+            raise ValueError(
+                f"{what} joins documents in one row and tells them apart by position_ids, which the engine does not "
+                "read: leave it out (rows are padded on the right, and chunks that are padding cost nothing), or take "
+                'packing_strategy="wrapped", which cuts a stream of documents into rows'
+            )
+        if named.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func takes logits, which the engine never holds: subclass oomb.SFTTrainer and build the "
+                "loss in compute_loss from self.engine.logprobs(input_ids)"
+            )
+        if named.get("preprocess_logits_for_metrics") is not None:
+            raise ValueError(
+                "preprocess_logits_for_metrics takes logits, which the engine never holds: leave it out; "
+                "compute_metrics gets per-token log-probabilities"
+            )
+
+
+class DPO(TRLTrainer):
+    """Use it as `trl.DPOTrainer`; `engine_config` is the one argument more.
+
+    The reference model, where there is one, has an engine of its own. `compute_metrics` gets per-token
+    log-probabilities [B, T] as `predictions`, not logits.
+    """
+
+    noted: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
+    precompute_ref_logps: bool
+
+    def __init__(self, *given: Any, engine_config: Config | None = None, **options: Any) -> None:
+        self._reference: Engine | None = None
+        super().__init__(*given, engine_config=engine_config, **options)
+        if self.use_weighting:
+            self.noted = (*self.noted, "log_sum_sq_probs")
+        # A mean over pairs: batches have no labels that could be counted.
+        self.model_accepts_loss_kwargs = False
+        # A reference that cannot be computed in chunks is refused here.
+        _ = self.reference_engine
+
+    @property
+    def reference_engine(self) -> Engine:
+        """The engine of the reference: with PEFT, or with references computed beforehand, that of the model itself."""
+        if self.ref_model is None:
+            return self.engine
+        if self._reference is None:
+            self._reference = Engine(self.ref_model, self.engine_config)
+        return self._reference
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        engine = self.reference_engine
+        is_separate = engine is not self.engine
+        if is_separate:
+            # Engines hold page memory from step to step. These two take turns: both may use all that there is.
+            self.engine.release()
+        try:
+            return super().compute_ref_log_probs(Forward(engine, self.accelerator.autocast), inputs)
+        finally:
+            if is_separate:
+                engine.release()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        is_precomputed = self.precompute_ref_logps
+        if not is_precomputed:
+            # TRL would ask the reference after the model, while the model's pages wait for their backward. Asked
+            # first, and handed over in the batch as if computed beforehand, it has the memory to itself.
+            chosen, rejected = self.compute_ref_log_probs(self.ref_model, inputs)
+            inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        self.precompute_ref_logps = True
+        try:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.precompute_ref_logps = is_precomputed
+
+
+class _ByName:
+    """Between `oomb.Trainer`, which passes two arguments by their place, and TRL's trainers, whose order varies."""
+
+    def __init__(self, model: Any, args: Any, **options: Any) -> None:
+        super().__init__(model=model, args=args, **options)  # type: ignore[call-arg]
+
+
+def __getattr__(name: str) -> Any:
+    """`SFTTrainer` and `DPOTrainer` are made when they are first asked for: their bases are TRL's."""
+    ours = {"SFTTrainer": SFT, "DPOTrainer": DPO}.get(name)
+    if ours is None:
+        raise AttributeError(f"module 'oomb.trl' has no attribute {name!r}; it has SFTTrainer and DPOTrainer")
+    try:
+        import trl
+        from trl.trainer import utils
+    except ImportError as error:
+        raise ImportError(f'oomb.{name} needs TRL: pip install "oomb[trl]" ({error})') from error
+    if not hasattr(utils, "add_fused_lm_head"):
+        raise ImportError(
+            f'oomb.{name} needs TRL {OLDEST} or newer; this is {trl.__version__}: pip install --upgrade "oomb[trl]"'
+        )
+    theirs = getattr(trl, name)
+    body = {"trl_class": theirs, "__doc__": ours.__doc__, "__module__": __name__}
+    globals()[name] = type(name, (ours, _ByName, theirs), body)
+    return globals()[name]
+
+
+def _refuse_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
+    if not fused_lm_head:
+        raise ValueError(
+            "TRL asks for logits, which the engine never holds: a compute_loss that calls the model must call "
+            "self.engine.logprobs(input_ids) instead"
+        )
+    missing = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
+    if missing:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}: let the data collator return them")
+    unknown = [name for name, value in inputs.items() if name not in INPUTS and value is not None]
+    if unknown:
+        raise ValueError(
+            f"the batch has {', '.join(unknown)}, which the engine does not read: let the data collator return tokens "
+            "padded on the right with an attention_mask; documents told apart by position_ids, and images, cannot be "
+            "trained"
+        )
+
+
+def _refuse_router_loss(model: nn.Module, args: Any) -> None:
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    asked = getattr(args, "router_aux_loss_coef", None)
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+    if hasattr(config, "output_router_logits") and weight:
+        raise ValueError(_router_loss_text(weight))
+
+
+def _router_loss_text(weight: float) -> str:
+    return (
+        f"router_aux_loss_coef is {weight}: TRL would add a load-balancing loss over the whole sequence, which chunks "
+        "do not see; pass router_aux_loss_coef=0.0 in the trainer's config"
+    )
+
+
+def _switch_off(args: Any) -> None:
+    """What the engine does itself. TRL's configs ask for gradient checkpointing by default, so that is no news."""
+    args.gradient_checkpointing = False
+    args.gradient_checkpointing_kwargs = None
+    if getattr(args, "activation_offloading", False):
+        args.activation_offloading = False
+        warnings.warn(
+            "activation_offloading=True is switched off: the engine holds the activations of one chunk. To move K and "
+            "V to the host, set gpu_memory in engine_config=oomb.Config(...).",
+            stacklevel=4,
+        )

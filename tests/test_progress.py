@@ -1,0 +1,302 @@
+"""What a person sees while it trains: on a terminal of any width, on a dumb one, and where there is none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from terminal import Terminal
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+import oomb
+from oomb import panel, presets, progress
+from oomb.forecast import PEAK_TFLOPS
+from oomb.interrupts import StopRequested
+from oomb.metrics import GIB, JsonLines, MemoryMeter
+from oomb.panel import View, lines_of, sparkline
+from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
+
+TOY = [
+    "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--output_dir", "out",
+    "--overwrite_output_dir", "--dataset", "text.txt", "--sample_tokens", "0",
+]  # fmt: skip
+EVERYTHING = View(
+    title="a model on some text, 1,048,576 tokens a step",
+    step=7,
+    max_steps=1000,
+    phase="gradient",
+    chunk=120,
+    num_chunks=256,
+    batch=2,
+    num_batches=4,
+    pass_done=120 / 256,
+    done=0.61,
+    left_s=754.0,
+    run_elapsed_s=9000.0,
+    run_left_s=300_000.0,
+    losses=[3.5, 3.1, 2.9, 2.95, 2.7],
+    held_out=2.9123,
+    grad_norm=1.234,
+    learning_rate=1.5e-5,
+    tokens_per_s=2381.0,
+    mfu=0.4567,
+    step_s=440.0,
+    memory=[
+        ("GPU peak", 120 * GIB, 140 * GIB),
+        ("GPU pages", 80 * GIB, 90 * GIB),
+        ("host pages", 10 * GIB, 100 * GIB),
+    ],
+    waited_s=12.0,
+)
+SHOWN = [
+    "8/1000", "run 83 h 20 m left", "gradient, chunk 120/256", "batch 2/4", "step 12 m 34 s left", "2.7000",
+    "held out 2.9123", "gradient norm 1.23", "rate 1.50e-05", "2,381 tokens/s", "MFU 45.7%", "last step 7 m 20 s",
+    "waited 12.0 s", "running 2 h 30 m", "GPU peak 120.00 of 140.00 GiB", "GPU pages 80.00 of 90.00 GiB",
+    "host pages 10.00 of 100.00 GiB",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    pytest.importorskip("pyte")
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "text.txt").write_text(Path(argparse.__file__).read_text())
+    opened = Terminal(folder)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(("columns", "lines", "env"), [(80, 24, {}), (120, 40, {"NO_COLOR": "1"})])
+def test_the_panel_stands_while_it_trains_and_is_gone_after(
+    terminal: Terminal, columns: int, lines: int, env: dict[str, str]
+) -> None:
+    terminal.train(*TOY, columns=columns, lines=lines, stops=[[0, "fill", 3], [2, "gradient", 2]], **env)
+    assert terminal.report() == {"at": [0, "fill", 3]}
+    _, evaluation = terminal.panel(columns - panel.MARGIN, "chunk 3/4")
+    assert re.search(r"held-out loss ━+─+  75%  ", evaluation[1])
+    assert "pass   fill, chunk 3/4  ━" in evaluation[2]
+
+    terminal.go_on()
+    assert terminal.report() == {"at": [2, "gradient", 2]}
+    shown, training = terminal.panel(columns - panel.MARGIN, "gradient, chunk 2/4")
+    assert "demo on text.txt, 256 tokens a step" in training[0]
+    assert re.search(r"step   3/3  ━+─+  \d\d%  run \d+\.\d s left", training[1])
+    assert re.search(r"pass   gradient, chunk 2/4  (━+)(─+)  step \d+\.\d s left", training[2])
+    assert re.search(r"loss   \d\.\d{4}   [▁█]{2}   gradient norm [\d.]+   rate \d\.\d\de-0\d", training[3])
+    assert re.search(r"speed  [\d,]+ tokens/s   last step \d+\.\d s   running \d+\.\d s", training[4])
+    assert re.search(r"memory RAM peak \d\.\d\d of [\d.]+ GiB   RAM pages 0\.\d of 0\.\d MiB", training[5])
+    # Above it stands what was said, and nothing else.
+    above = shown[: shown.index(training[0])]
+    assert [line.split(":")[0] for line in above] == [
+        "demo", "text.txt", "3 steps of 1 window, learning rate 0.004, chunks of 64 tokens",
+        "K, V and their gradients, attention outputs", "held-out loss before training",
+    ]  # fmt: skip
+    assert terminal.screen.cursor.hidden
+    # Bold and dim are no colours.
+    assert bool(re.search(rb"\x1b\[[\d;]*[34]\d[;m]", terminal.raw)) == (not env)
+
+    terminal.go_on()
+    assert terminal.report() == {"exit": 0}
+    terminal.watch(0.4)
+    text = terminal.text()
+    assert not set("╭╮╰╯━▁█") & set(text), text
+    assert "│ steps         │ 3 " in text and "Next:" in text
+    assert not terminal.screen.cursor.hidden
+
+
+def test_a_window_that_changes_its_size(terminal: Terminal) -> None:
+    terminal.train(*TOY, columns=80, lines=24, stops=[[1, "gradient", 1]])
+    assert terminal.report() == {"at": [1, "gradient", 1]}
+    words = ["step   2/3", "gradient, chunk 1/4", "tokens/s", "running", "RAM peak", "RAM pages", "gradient norm"]
+    for columns, lines in ((120, 24), (60, 24), (44, 40), (100, 40)):
+        terminal.resize(columns, lines)
+        shown, _ = terminal.panel(columns - panel.MARGIN, *words)
+        # What was said before is still there, once.
+        assert "\n".join(shown).count("held-out loss before training") == 1, "\n".join(shown)
+    terminal.go_on()
+    assert terminal.report() == {"exit": 0}
+    assert "╭" not in "\n".join(terminal.watch(0.4))
+
+
+def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
+    terminal.train(*TOY, columns=80, lines=24, stops=[[2, "gradient", 2]])
+    assert terminal.report() == {"at": [2, "gradient", 2]}
+    terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4")
+    terminal.type("\x03")
+    terminal.watch(0.8)
+    shown, _ = terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4")
+    assert "stopping at the next chunk and saving; Ctrl-C again ends without saving" in "\n".join(shown)
+    terminal.go_on()
+    assert terminal.report() == {"exit": 130}
+    text = "\n".join(terminal.watch(0.4))
+    assert "stopped after step 2 of 3; the model as of then is in out/model" in text
+    assert "oomb train out/config.yaml --resume_from_checkpoint" in text
+    assert "╭" not in text and not terminal.screen.cursor.hidden
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal) -> None:
+    terminal.train(*TOY, columns=80, lines=60, TERM="dumb")
+    assert terminal.report() == {"exit": 0}
+    text = "\n".join(terminal.watch(0.4))
+    assert b"\x1b" not in terminal.raw
+    assert len(re.findall(r"^step \d/3  loss \d\.\d{4}  [\d,]+ tok/s  RSS peak", text, re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize("width", [40, 56, 76, 92, 116])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_everything_is_shown_at_any_width(width: int, ascii_only: bool) -> None:
+    lines = lines_of(EVERYTHING, width, ascii_only=ascii_only)
+    assert all(line.cell_len <= width for line in lines)
+    text = "\n".join(line.plain for line in lines)
+    assert all(word in text for word in SHOWN), text
+    assert not ascii_only or text.isascii()
+    # More room, fewer lines.
+    assert len(lines) >= len(lines_of(EVERYTHING, width + 20))
+    assert len(lines_of(EVERYTHING, 116)) == 5
+
+
+def test_the_little_curve() -> None:
+    assert sparkline([8.0, 4.5, 1.0]) == "█▅▁"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([3.0, float("nan"), 1.0]) == "█ ▁"
+    assert sparkline([float("inf")]) == " "
+    assert sparkline([]) == ""
+
+
+def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def chunk(seconds: float, phase: str, done: int) -> None:
+        now[0] += seconds
+        clock.chunk_done(phase, done, 2)
+
+    clock = Clock()
+    clock.begin(1)
+    assert clock.left_s() is None and clock.pace_s() is None
+    chunk(10.0, "fill", 1)
+    # By rule of thumb an eighth of the step.
+    assert clock.left_s() == pytest.approx(70.0)
+    assert clock.pace_s() == pytest.approx(80.0)
+    now[0] += 5
+    assert clock.left_s() == pytest.approx(65.0)
+    chunk(5.0, "fill", 2)
+    chunk(20.0, "gradient", 1)
+    chunk(10.0, "gradient", 2)
+    assert clock.step_done() == pytest.approx(50.0)
+    assert clock.left_s() is None and clock.pace_s() == pytest.approx(50.0)
+    # Now it is known: the first chunk is a fifth. This step is half as fast again.
+    clock.begin(1)
+    assert clock.left_s() == pytest.approx(50.0)
+    chunk(15.0, "fill", 1)
+    assert clock.done == pytest.approx(0.2)
+    assert clock.left_s() == pytest.approx(60.0)
+    # An evaluation has one pass, and says nothing of steps.
+    clock.begin(2, forward_only=True)
+    chunk(4.0, "fill", 1)
+    assert clock.done == pytest.approx(0.25)
+    assert clock.left_s() == pytest.approx(12.0)
+    assert clock.pace_s() == pytest.approx(50.0)
+
+
+def test_mfu_is_of_the_datasheet() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(PEAK_TFLOPS["H100"] * 1e12)
+    assert peak_flops("NVIDIA GeForce RTX 4090") == pytest.approx(PEAK_TFLOPS["RTX 4090"] * 1e12)
+    assert peak_flops("Some GPU") is None and peak_flops(None) is None
+    facts = Facts(title="", tokens_per_step=100, flops_per_step=4e14, peak_flops=1e15)
+    assert facts.mfu(50.0) == pytest.approx(0.2)
+    assert Facts(title="", tokens_per_step=1).mfu(2.0) is None
+
+
+class Log:
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, **record: Any) -> None:
+        self.records.append(json.loads(json.dumps(record)))
+
+
+def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, screen, log = [0.0], StringIO(), Log()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    engine = oomb.Engine(presets.load_model("demo", device="cpu").train())
+    facts = Facts(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
+    console = Console(file=screen, width=200)
+    display = TrainingDisplay(console, log, MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
+    given = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(max_steps=2), TrainerControl()
+    display.on_train_begin(*given)
+    display.on_step_begin(*given)
+    for done in (1, 2):
+        now[0] += 20
+        display.chunk_done("fill", done, 2)
+    now[0] += 60
+    display.chunk_done("gradient", 1, 2)
+    now[0] += 60
+    display.chunk_done("gradient", 2, 2)
+    given[1].global_step = 1
+    display.on_step_end(*given)
+    logs = {"loss": 1.25, "grad_norm": 0.5, "learning_rate": 1e-4}
+    display.on_log(*given, logs=logs)
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == "step 1/2  fill pass, chunk 2/2, 25%, 2 m 00 s left"
+    assert lines[1] == "step 1/2  gradient pass, chunk 1/2, 62%, 1 m 00 s left"
+    assert re.fullmatch(
+        r"step 1/2  loss 1\.2500  6 tok/s  MFU 6\.2%  RSS peak [\d.]+ GiB  2 m 40 s  2 m 40 s left", lines[-1]
+    )
+    assert log.records[0] | {"event": "step", "loss": 1.25, "step_s": 160.0, "mfu": 0.0625} == log.records[0]
+    # Trackers get speed too.
+    assert logs["tokens_per_second"] == pytest.approx(6.2, abs=0.1) and logs["mfu"] == 0.0625
+
+    # An evaluation between two steps is called by its name.
+    engine.model.lm.eval()
+    now[0] += 60
+    display.chunk_done("fill", 1, 2)
+    assert screen.getvalue().splitlines()[-1].startswith("held-out loss  chunk 1/2, 50%")
+    display.on_evaluate(*given, metrics={"eval_loss": 1.5})
+    assert log.records[-1] == {"event": "held_out", "step": 1, "loss": 1.5}
+    engine.model.lm.train()
+    display.on_step_begin(*given)
+    now[0] += 60
+    display.chunk_done("fill", 1, 2)
+    assert screen.getvalue().splitlines()[-1].startswith("step 2/2  fill pass, chunk 1/2, ")
+    display.interrupts.stop_requested = True
+    with pytest.raises(StopRequested):
+        display.chunk_done("fill", 2, 2)
+
+
+def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
+    engine = oomb.Engine(presets.load_model("demo", device="cpu"))
+    console = Console(file=StringIO(), width=100)
+    facts = Facts(title="", tokens_per_step=100)
+    display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
+    state = TrainerState(max_steps=20, global_step=10)
+    given = TrainingArguments(output_dir="unused", use_cpu=True), state, TrainerControl()
+    display.on_train_begin(*given)
+    for step in (11, 12):
+        display.on_step_begin(*given)
+        state.global_step = step
+        display.on_step_end(*given)
+    with console.capture() as captured:
+        console.print(display.summary("Done", (2.0, None), 5.0, {"model": tmp_path}))
+    assert "2, up to step 12" in captured.get()
+    assert "2.0000 → not computed" in captured.get()
+    assert "200 (100 a step)" in captured.get()
+
+
+def test_half_a_line_of_a_killed_run_stays_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "start"}\n{"event": "st')
+    with JsonLines(path, append=True) as log:
+        log.write(event="start", again=True)
+    assert path.read_text().splitlines()[-1] == '{"event": "start", "again": true}'
+    with JsonLines(path, append=True) as log:
+        log.write(event="end")
+    assert len(path.read_text().splitlines()) == 4

@@ -1,0 +1,72 @@
+"""`oomb train` with the parts around it: conversations, needles, samples, the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import invoke
+from small_tokenizer import small_tokenizer
+from transformers import AutoModelForCausalLM
+
+from oomb import presets
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text())
+    return tmp_path
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_conversations_of_different_lengths(here: Path) -> None:
+    tokenizer = small_tokenizer()
+    config = presets.preset_config("demo", vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    with Path("chats.jsonl").open("w") as file:
+        for index in range(9):
+            said = [("user", f"What is {index}?"), ("assistant", f"{index} is a number. " * (1 + index))]
+            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}), file=file)
+    result = invoke(
+        "train", "--model", "model", "--dataset", "chats.jsonl", "--max_length", "512", "--chunk_size", "32",
+        "--per_device_train_batch_size", "2", "--device", "cpu", "--output_dir", "out", "--sample_tokens", "0",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    steps = [event for event in records(here / "out") if event["event"] == "step"]
+    # Eight conversations, two a step; tokens are those that are there.
+    assert len(steps) == 4
+    assert len({step["tokens"] for step in steps}) > 1 and all(step["tokens"] < 2 * 512 for step in steps)
+    assert not any(step["loss"] != step["loss"] for step in steps)
+
+    Path("chats.jsonl").write_text('{"messages": 5}\n')
+    refused = invoke("train", "--model", "model", "--dataset", "chats.jsonl", "--device", "cpu")
+    assert refused.exit_code == 2
+    assert "chats.jsonl:1: " in refused.output
+
+
+def test_needles_samples_and_the_report(here: Path) -> None:
+    run = [
+        "train", "--dataset", "text.txt", "--max_length", "1K", "--chunk_size", "512", "--max_steps", "2",
+        "--device", "cpu", "--output_dir", "out",
+    ]  # fmt: skip
+    result = invoke(*run, "--needle_lengths", "2K", "--sample_tokens", "8")
+    assert result.exit_code == 0, result.output
+    events = records(here / "out")
+    for kind in ("eval", "sample"):
+        assert [event["when"] for event in events if event["event"] == kind] == ["before", "after"]
+    assert "needles found before training: " in result.output and "needles found after training: " in result.output
+    assert "out/report.html" in result.output
+    assert "<svg" in (here / "out" / "report.html").read_text()
+    # A text that cannot hold them is refused before anything is loaded.
+    refused = invoke(*run[:-1], "other", "--needle_lengths", "1M")
+    assert refused.exit_code == 2
+    assert "a haystack of 1,048,576 tokens needs as much text" in refused.output
+    assert not (here / "other").exists()
