@@ -57,7 +57,7 @@ class Given:
     def num_counted(self) -> int:
         return sum(int((batch.targets != IGNORED).sum()) for batch in self.batches)
 
-    def join(self, found: Sequence[Tensor]) -> Tensor | list[Tensor]:
+    def join(self, found: Sequence[Tensor]) -> Any:
         """One number per token, [B, T] of each batch, in the shape of what was given; 0 where nothing was."""
         if self.spans is None:
             return found[0]

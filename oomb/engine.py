@@ -110,13 +110,13 @@ class Engine:
         A batch is [B, T], padded on the right if there is an `attention_mask`; or a list of documents, each of its own
         length; or rows of several documents, whose `position_ids` begin anew with each. No document sees another, and
         padding is not computed."""
-        given = self._read(input_ids, labels, attention_mask, position_ids)
+        given = self.read(input_ids, labels, attention_mask, position_ids)
         num_counted = given.num_counted
         if num_counted == 0 and num_items is None:
             raise ValueError(
                 "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
             )
-        total = -torch.stack([logp.sum() for logp in self._target_logprobs(given.batches)]).sum()
+        total = -torch.stack([logp.sum() for logp in self.target_logprobs(given)]).sum()
         return total / (num_counted if num_items is None else num_items)
 
     @overload
@@ -136,17 +136,18 @@ class Engine:
     ) -> Tensor | list[Tensor]:
         """[B, T]: log p(token t | tokens before t); 0 at the first token of a document and where `attention_mask` is 0.
         Of a list of documents, a list of [T]."""
-        given = self._read(input_ids, None, attention_mask, position_ids)
-        logp = given.join(self._target_logprobs(given.batches))
+        given = self.read(input_ids, None, attention_mask, position_ids)
+        logp = given.join(self.target_logprobs(given))
         return [_one_later(row) for row in logp] if isinstance(logp, list) else _one_later(logp)
 
-    def _read(
+    def read(
         self,
         input_ids: Tensor | list[Tensor],
         labels: Tensor | list[Tensor] | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
     ) -> Given:
+        """What a caller passes, checked and arranged in batches: the argument of `target_logprobs`."""
         return read(
             input_ids,
             labels,
@@ -160,10 +161,10 @@ class Engine:
             pad_token_id=self.model.pad_token_id,
         )
 
-    def _target_logprobs(self, batches: tuple[Batch, ...]) -> list[Tensor]:
+    def target_logprobs(self, given: Given) -> list[Tensor]:
         """[B, T] of each batch: log-probability of every position's target. Their backward is the gradient pass."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        sequences = [Sequence(self, batch, trains) for batch in batches]
+        sequences = [Sequence(self, batch, trains) for batch in given.batches]
         count = Count(sum(len(sequence.bounds) for sequence in sequences))
         for sequence in sequences:
             sequence.count = count

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
+from oomb.documents import Given
 from oomb.engine import Engine
 from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
 from oomb.refusals import unwrap
@@ -57,45 +59,53 @@ class Forward:
         # Not `engine.logprobs`: labels may differ from the ids, and the head has no work where none counts.
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         assert input_ids is not None
-        batch = self.engine._check(input_ids, labels, inputs.get("attention_mask"))
-        device = self.engine.model.device
-        wide = torch.promote_types(self.engine.model.dtype, torch.float32)
-        noted = {
-            name: torch.zeros(batch.ids.shape, dtype=torch.bool if name == "is_top1" else wide, device=device)
-            for name in self.noted
-        }
+        given = self.engine.read(input_ids, labels, inputs.get("attention_mask"), None)
         # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
-        with self.autocast(), _noting(self.engine, noted):
-            logp_BT = self.engine._target_logprobs(batch)
+        with self.autocast(), _noting(self.engine, self.noted) as chunks:
+            logp = self.engine.target_logprobs(given)
+        counted = [(batch.targets != IGNORED).to(self.engine.model.device) for batch in given.batches]
+        found = {name: _whole(given, [notes[name] for notes in chunks], self.engine) for name in self.noted}
         return Answer(
-            log_probs=logp_BT[:, :-1],
-            label_mask=batch.targets[:, :-1].to(device) != IGNORED,
-            **{name: value_BT[:, :-1] for name, value_BT in noted.items()},
+            log_probs=given.join(logp)[:, :-1],
+            label_mask=given.join(counted)[:, :-1],
+            **{name: given.join(parts)[:, :-1] for name, parts in found.items()},
         )
+
+
+def _whole(given: Given, notes: list[Tensor], engine: Engine) -> list[Tensor]:
+    """[B, T] of each batch, from [B, t] of each chunk that the head has seen; zero for those it has not."""
+    found, rest = [], iter(notes)
+    for batch in given.batches:
+        parts = list(islice(rest, len(batch.chunks(engine.config.chunk_size))))
+        missing = batch.ids.shape[1] - sum(part.shape[1] for part in parts)
+        found.append(torch.cat([*parts, parts[0].new_zeros(len(batch.ids), missing)], 1))
+    return found
 
 
 class NotingHead(TiledHead):
     """A head that writes down what TRL logs of each counted token, while its logits are there."""
 
-    def __init__(self, head: TiledHead, noted: dict[str, Tensor]) -> None:
+    def __init__(self, head: TiledHead, noted: tuple[str, ...], chunks: list[dict[str, Tensor]]) -> None:
         self.model, self.fused, self.noted = _Overheard(head.model, self._note), head.fused, noted
+        self.chunks = chunks
         self._tiles: list[dict[str, Tensor]] = []
-        self._num_done = 0
 
     def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, fuse: bool = False) -> Tensor:
         self._tiles.clear()
         logp_BT = super().logprobs(hidden_BTD, targets_BT, fuse)
         targets = targets_BT.to(logp_BT.device)
         is_counted = targets != IGNORED
-        start, self._num_done = self._num_done, self._num_done + targets.shape[1]
-        for name, out_BT in self.noted.items():
+        notes = {}
+        for name in self.noted:
+            notes[name] = torch.zeros_like(logp_BT, dtype=torch.bool if name == "is_top1" else logp_BT.dtype)
             if self._tiles:
                 notes_N = torch.cat([tile[name] for tile in self._tiles])
                 # Where most tokens count, the head has run on all of them.
                 notes_N = notes_N[is_counted.flatten()] if len(notes_N) == targets.numel() else notes_N
                 if name == "is_top1":
                     notes_N = notes_N == targets[is_counted]
-                out_BT[:, start : self._num_done][is_counted] = notes_N.to(out_BT.dtype)
+                notes[name][is_counted] = notes_N.to(notes[name].dtype)
+        self.chunks.append(notes)
         return logp_BT
 
     def _note(self, logits_NV: Tensor) -> None:
@@ -119,13 +129,14 @@ class _Overheard:
 
 
 @contextmanager
-def _noting(engine: Engine, noted: dict[str, Tensor]) -> Iterator[None]:
-    """While this lasts, the engine's head takes notes. The gradient pass comes later, and has the plain head again."""
-    plain = engine.head
+def _noting(engine: Engine, noted: tuple[str, ...]) -> Iterator[list[dict[str, Tensor]]]:
+    """While this lasts, the engine's head takes notes of every chunk. The gradient pass comes later, and has the plain
+    head again."""
+    plain, chunks = engine.head, list[dict[str, Tensor]]()
     if noted:
-        engine.head = NotingHead(plain, noted)
+        engine.head = NotingHead(plain, noted, chunks)
     try:
-        yield
+        yield chunks
     finally:
         engine.head = plain
 
