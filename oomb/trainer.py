@@ -17,7 +17,9 @@ from oomb.loss import IGNORED
 from oomb.optim import OffloadedAdamW
 from oomb.resuming import AtomicCheckpoints
 
-INPUTS = frozenset({"input_ids", "labels", "attention_mask"})
+INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+"""What collators add for flash kernels; position_ids say the same."""
 OPTIMIZERS = {"offloaded_adamw": "float32", "offloaded_adamw_bf16": "bfloat16", "offloaded_adamw_8bit": "8bit"}
 """Choices of `optimizer`, and how the moments rest in host memory (`state_dtype` of `oomb.OffloadedAdamW`)."""
 
@@ -112,7 +114,7 @@ class Trainer(AtomicCheckpoints):
                 inputs["input_ids"],
                 inputs["labels"],
                 num_items=num_items_in_batch,
-                attention_mask=inputs.get("attention_mask"),
+                **layout_of(inputs),
             )
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
@@ -129,7 +131,7 @@ class Trainer(AtomicCheckpoints):
             return loss, None, None
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.accelerator.autocast():
-            logprobs = self.engine.logprobs(inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+            logprobs = self.engine.logprobs(inputs["input_ids"], **layout_of(inputs))
         return loss, logprobs, labels
 
     def get_batch_samples(
@@ -137,6 +139,11 @@ class Trainer(AtomicCheckpoints):
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         # Labels must be there before the tokens of an accumulated batch are counted.
         return super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
+
+
+def layout_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Where documents begin and end in the batch, as `Engine.loss` takes it."""
+    return {name: inputs.get(name) for name in ("attention_mask", "position_ids")}
 
 
 def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -149,13 +156,18 @@ def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "labels": labels}
 
 
+def unknown_inputs(inputs: dict[str, Any]) -> list[str]:
+    """What of a batch the engine would ignore."""
+    known = INPUTS | FLASH_INPUTS if inputs.get("position_ids") is not None else INPUTS
+    return [name for name, value in inputs.items() if name not in known and value is not None]
+
+
 def _refuse_inputs(inputs: dict[str, Any]) -> None:
     if "input_ids" not in inputs:
         raise ValueError(
             f"the batch has no input_ids, only {', '.join(inputs) or 'nothing'}; the engine reads token ids"
         )
-    unknown = [name for name, value in inputs.items() if name not in INPUTS and value is not None]
-    if unknown:
+    if unknown := unknown_inputs(inputs):
         raise ValueError(
             f"the batch has {', '.join(unknown)}, which the engine does not read: let the data collator return only "
             f"{', '.join(sorted(INPUTS))}"

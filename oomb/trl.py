@@ -25,7 +25,7 @@ from oomb.documents import Given
 from oomb.engine import Engine
 from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
 from oomb.refusals import unwrap
-from oomb.trainer import INPUTS, Trainer
+from oomb.trainer import Trainer, layout_of, unknown_inputs
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""
@@ -59,7 +59,7 @@ class Forward:
         # Not `engine.logprobs`: labels may differ from the ids, and the head has no work where none counts.
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         assert input_ids is not None
-        given = self.engine.read(input_ids, labels, inputs.get("attention_mask"), None)
+        given = self.engine.read(input_ids, labels, **layout_of(inputs))
         # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
         with self.autocast(), _noting(self.engine, self.noted) as chunks:
             logp = self.engine.target_logprobs(given)
@@ -210,7 +210,7 @@ class TRLTrainer(Trainer):
             return loss, None, None
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.accelerator.autocast():
-            logprobs = self.engine.logprobs(inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+            logprobs = self.engine.logprobs(inputs["input_ids"], **layout_of(inputs))
         return loss, logprobs, inputs.get("labels", inputs["input_ids"])
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
@@ -234,15 +234,6 @@ class SFT(TRLTrainer):
     """
 
     def _refuse(self, args: Any, named: dict[str, Any]) -> None:
-        packs = getattr(args, "packing", False)
-        strategy = getattr(args, "packing_strategy", "")
-        if getattr(args, "padding_free", False) or (packs and strategy != "wrapped"):
-            what = f'packing=True with packing_strategy="{strategy}"' if packs else "padding_free=True"
-            raise ValueError(
-                f"{what} joins documents in one row and tells them apart by position_ids, which the engine does not "
-                "read: leave it out (rows are padded on the right, and chunks that are padding cost nothing), or take "
-                'packing_strategy="wrapped", which cuts a stream of documents into rows'
-            )
         if named.get("compute_loss_func") is not None:
             raise ValueError(
                 "compute_loss_func takes logits, which the engine never holds: subclass oomb.SFTTrainer and build the "
@@ -352,12 +343,10 @@ def _refuse_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
     missing = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
     if missing:
         raise ValueError(f"the batch has no {' and no '.join(missing)}: let the data collator return them")
-    unknown = [name for name, value in inputs.items() if name not in INPUTS and value is not None]
-    if unknown:
+    if unknown := unknown_inputs(inputs):
         raise ValueError(
-            f"the batch has {', '.join(unknown)}, which the engine does not read: let the data collator return tokens "
-            "padded on the right with an attention_mask; documents told apart by position_ids, and images, cannot be "
-            "trained"
+            f"the batch has {', '.join(unknown)}, which the engine does not read: let the data collator return tokens, "
+            "padded on the right with an attention_mask or in rows with position_ids; images cannot be trained"
         )
 
 

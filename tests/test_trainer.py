@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from trainings import CHUNKED, VOCAB, Samples, arguments, logged, quick_collection, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
 
 import oomb
 
@@ -219,10 +219,25 @@ def test_a_loss_on_logits_is_refused(tmp_path: Path) -> None:
 def test_inputs_it_would_ignore_are_refused(tmp_path: Path) -> None:
     samples = Samples(4, 20)
     for sample in samples.samples:
-        sample["position_ids"] = torch.arange(20)
+        sample["inputs_embeds"] = torch.zeros(20, 4)
     trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), train_dataset=samples)
-    with pytest.raises(ValueError, match="position_ids"):
+    with pytest.raises(ValueError, match="inputs_embeds"):
         trainer.train()
+
+
+def test_documents_in_one_row_are_told_apart_by_their_positions(tmp_path: Path) -> None:
+    """As transformers' flattening collator makes a batch: the loss is that of the padded one."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [{"input_ids": torch.randint(3, VOCAB, (n,), generator=generator).tolist()} for n in (30, 5, 9, 17)]
+    trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), data_collator=DataCollatorWithFlattening())
+    batch = trainer.data_collator(documents)
+    assert batch["input_ids"].shape == (1, 61)
+    loss = trainer.compute_loss(trainer.model, dict(batch)).detach()
+    logp = trainer.engine.logprobs([torch.tensor(document["input_ids"]) for document in documents])
+    assert float(loss) == pytest.approx(-float(torch.cat(logp).detach().sum()) / 57, rel=1e-5)
+    trainer.train_dataset = documents
+    trainer.train()
+    assert trainer.state.global_step > 0
 
 
 def test_an_unsupported_model_is_refused_before_any_data_is_read(tmp_path: Path) -> None:

@@ -218,6 +218,32 @@ def test_every_kind_of_sft_is_trls(tmp_path: Path, folder: str, data: Any, optio
         assert 0 < (labels != IGNORED).sum() < 0.6 * labels.numel()
 
 
+def test_rows_without_padding_train_as_padded_ones(tmp_path: Path, folder: str) -> None:
+    """TRL's own padding-free batches need a flash kernel; these are compared with padded ones."""
+    logs = []
+    for padding_free in (False, True):
+        args = trl.SFTConfig(output_dir=str(tmp_path / str(padding_free)), **{**SETTINGS, "padding_free": padding_free})
+        trainer = oomb.SFTTrainer(folder, args, None, texts(), texts(), engine_config=CHUNKED)
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert ("position_ids" in batch) is padding_free and (len(batch["input_ids"]) == 1) is padding_free
+        trainer.train()
+        logs.append(trainer)
+    assert_same_logs(*logs)
+
+
+def test_packed_documents_do_not_see_one_another(tmp_path: Path, folder: str) -> None:
+    args = trl.SFTConfig(output_dir=str(tmp_path), **{**SETTINGS, "packing": True, "max_length": 256})
+    trainer = oomb.SFTTrainer(folder, args, None, texts(), texts(), engine_config=CHUNKED)
+    batch = next(iter(trainer.get_train_dataloader()))
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(starts) > 2
+    documents = batch["input_ids"][0].tensor_split(starts[1:])
+    with torch.no_grad():
+        loss = float(trainer.compute_loss(trainer.model, dict(batch)))
+        alone = [trainer.engine.logprobs(document[None]).sum() for document in documents]
+    assert loss == pytest.approx(-float(sum(alone)) / sum(len(d) - 1 for d in documents), rel=1e-5)
+
+
 def test_mixed_precision_reaches_the_engine(tmp_path: Path, folder: str) -> None:
     ours, theirs = both("SFT", tmp_path, folder, texts(), bf16=True, learning_rate=0.05)
     assert_same_logs(ours, theirs, rel=2e-2)
@@ -334,8 +360,6 @@ def bloom() -> Any:
 @pytest.mark.parametrize(
     ("kind", "options", "error", "message"),
     [
-        ("SFT", {"packing": True, "max_length": 64}, ValueError, r'packing_strategy="bfd" joins.*"wrapped"'),
-        ("SFT", {"padding_free": True}, ValueError, r"padding_free=True joins documents"),
         ("SFT", {"label_smoothing_factor": 0.1}, ValueError, "label_smoothing_factor is 0.1"),
         ("SFT", {"compute_loss_func": len}, ValueError, r"compute_loss_func takes logits.*engine\.logprobs"),
         ("SFT", {"preprocess_logits_for_metrics": len}, ValueError, "preprocess_logits_for_metrics takes logits"),
@@ -380,11 +404,11 @@ def test_a_mixture_without_its_own_loss_is_trained(tmp_path: Path, folder: str) 
 def test_batches_it_would_misread_are_refused(tmp_path: Path, folder: str) -> None:
     def collate(examples: list[Any]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([example["input_ids"][:10] for example in examples])
-        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(10).expand_as(ids)}
+        return {"input_ids": ids, "labels": ids, "token_type_ids": torch.ones_like(ids)}
 
     args = trl.SFTConfig(output_dir=str(tmp_path), **{**SETTINGS, "eval_strategy": "no"})
     trainer = oomb.SFTTrainer(folder, args, collate, texts(), engine_config=CHUNKED)
-    with pytest.raises(ValueError, match=r"the batch has position_ids.*padded on the right"):
+    with pytest.raises(ValueError, match=r"the batch has token_type_ids.*padded on the right"):
         trainer.train()
     ids = torch.arange(20)[None]
     forward = Forward(trainer.engine, trainer.accelerator.autocast)
