@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oomb
-from oomb.attention import packed, reference
+from oomb.attention import kernels, packed, reference
 from oomb.attention.chunk import Spec
 from oomb.documents import lay_out
 from oomb.inputs import Batch
@@ -309,7 +310,9 @@ def test_one_call_of_the_flash_kernel(heads: tuple[int, int, int], window: int |
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [{}, {"page_budget": 4, "page_size": 16}, {"gpu_memory": 0}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"page_budget": 4, "page_size": 16}, {"gpu_memory": 0}, {"kernels": "flash"}], ids=str
+)
 def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
     from test_gpu import wide_llama
 
@@ -326,3 +329,20 @@ def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
     for name, gradient in expected.items():
         assert gradient is not None and actual[name] is not None
         assert relative_error(actual[name], gradient) <= 0.05, name
+
+
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.CUDNN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("own", [1, 5])
+def test_gpu_kernels_get_a_contiguous_lse(kernel: kernels.Kernel, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a shared chunk's first document is a part of a wider one. Flash reads it by address, without strides."""
+    seen: list[Tensor] = []
+
+    def backward(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        seen.append(args[5])
+        return args[1], args[2], args[3]
+
+    names = "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(**dict.fromkeys(names, backward)))
+    x, lse = torch.zeros(1, 3, own, 8), torch.arange(27.0).view(1, 3, 9)[:, :, :own]
+    kernel.backward(x, x, x, x, x, lse, scale=1.0, causal=True)
+    assert seen[0].is_contiguous() and torch.equal(seen[0].view(1, 3, own), lse)
