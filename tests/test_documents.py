@@ -18,6 +18,7 @@ import oomb
 from oomb.attention import kernels, packed, reference
 from oomb.attention.chunk import Spec
 from oomb.documents import lay_out
+from oomb.engine import Sequence
 from oomb.inputs import Batch
 
 CHUNK = 16
@@ -346,3 +347,39 @@ def test_gpu_kernels_get_a_contiguous_lse(kernel: kernels.Kernel, own: int, monk
     x, lse = torch.zeros(1, 3, own, 8), torch.arange(27.0).view(1, 3, 9)[:, :, :own]
     kernel.backward(x, x, x, x, x, lse, scale=1.0, causal=True)
     assert seen[0].is_contiguous() and torch.equal(seen[0].view(1, 3, own), lse)
+
+
+def fails_at(engine: oomb.Engine, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model breaks when it is called for the `index`-th time."""
+    hidden, left = engine.model.hidden, iter(range(index))
+
+    def breaks(ids: Tensor, positions: Tensor) -> Tensor:
+        if next(left, None) is None:
+            raise RuntimeError("the model broke")
+        return hidden(ids, positions)
+
+    monkeypatch.setattr(engine.model, "hidden", breaks)
+
+
+def test_an_error_in_a_later_document_frees_the_earlier_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model, CHUNK)
+    engine.loss(documents_of((50, 40, 20))).backward()
+    fails_at(engine, 8, monkeypatch)
+    with pytest.raises(RuntimeError, match="the model broke") as error:
+        engine.loss(documents_of((50, 40, 20)))
+    tiers = engine.budget.tiers
+    assert error and not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
+
+
+def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward comes first: kept by another, two chunks' activations would be there at once."""
+    engine, order = engine_for(model, CHUNK), []
+    walk_back = Sequence.walk_back
+
+    def seen(sequence: Sequence, dlogp: Tensor) -> None:
+        order.append((sequence.batch.ids.shape[1], sequence.last_hidden is not None))
+        walk_back(sequence, dlogp)
+
+    monkeypatch.setattr(Sequence, "walk_back", seen)
+    engine.loss(documents_of((48, 40, 33))).backward()
+    assert order == [(33, True), (40, False), (48, False)]
