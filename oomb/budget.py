@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,10 +87,10 @@ class Budget:
         )
 
     def open(
-        self, *, batch_size: int, length: int, trains: bool, fused: bool, float32_sums: bool
+        self, *, batch_size: int, length: int, longest: int, trains: bool, fused: bool, float32_sums: bool
     ) -> tuple[Placement, PageStore]:
-        """The pages for a batch of `length` tokens, and what was decided about it. Must be called while the model is
-        running. Raises `OutOfPages`, with the numbers, if it cannot be done.
+        """The pages for a batch of `length` tokens, and what was decided about it. `longest` is the length of its longest
+        document. Must be called while the model is running. Raises `OutOfPages`, with the numbers, if it cannot be done.
 
         A batch of the same kind as one before is placed as that was: memory stays as it is from step to step.
         """
@@ -101,7 +101,7 @@ class Budget:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
                 return self._placements[key], self._pages(self._placements[key], layers, trains)
-        placement = self._place(shapes, batch_size, length, trains, fused, float32_sums)
+        placement = self._place(shapes, batch_size, length, longest, trains, fused, float32_sums)
         store = self._pages(placement, layers, trains)
         self._placements[key] = placement
         return placement, store
@@ -145,6 +145,7 @@ class Budget:
         shapes: dict[int, LayerShape],
         batch_size: int,
         length: int,
+        longest: int,
         trains: bool,
         fused: bool,
         float32_sums: bool,
@@ -162,6 +163,9 @@ class Budget:
             for shape in shapes.values()
         )
         facts = facts_of(self.model.lm, layers)
+        if longest < length:
+            # Each document has positions of its own, and its length has been checked.
+            facts = replace(facts, num_positions=None)
         gpu_room, host_room = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
         if gpu_room is None:  # on a CPU all is one memory
             host_room += self.tiers.idle_bytes(GPU)

@@ -238,6 +238,7 @@ class Sequence:
             placement, self.store = self.engine.budget.open(
                 batch_size=len(self.batch.ids),
                 length=self.bounds[-1][1],
+                longest=self.batch.longest,
                 trains=self.trains,
                 fused=self.engine.fuse,
                 float32_sums=self.engine.sums_in_float32,
@@ -386,7 +387,7 @@ class Sequence:
     def _running(self) -> Iterator[None]:
         """The model's attention comes to us, under the caller's autocast, and random numbers leave no trace."""
         with ExitStack() as stack:
-            stack.enter_context(self.model.running(self, self.batch.ids.shape[1], self.model_state))
+            stack.enter_context(self.model.running(self, self.batch.longest, self.model_state))
             stack.enter_context(self.autocast)
             if self.seed is not None:
                 stack.enter_context(self._random_numbers_untouched())

@@ -241,6 +241,7 @@ def test_progress_counts_the_chunks_of_all_documents(model: Any) -> None:
         (([torch.tensor([3, 4]), torch.tensor([[3, 4]])],), "document 1: .*one dimension"),
         (([torch.tensor([3, 4]), torch.tensor([], dtype=torch.long)],), "document 1: .*empty"),
         (([torch.tensor([3, 400])],), "document 0: .*the id 400"),
+        (([[3, 4]],), "document 0: input_ids is a list"),
         (([torch.tensor([3, 4])], torch.tensor([[3, 4]])), "labels a tensor"),
         (([torch.tensor([3, 4])], [torch.tensor([3, 4])] * 2), "labels a list of 2"),
         (([torch.tensor([3, 4])], [torch.tensor([3, 4, 5])]), "document 0: labels have shape"),
@@ -383,3 +384,27 @@ def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, mon
     monkeypatch.setattr(Sequence, "walk_back", seen)
     engine.loss(documents_of((48, 40, 33))).backward()
     assert order == [(33, True), (40, False), (48, False)]
+
+
+def test_learned_positions_are_counted_in_each_document() -> None:
+    """Neither a chunk that many share, nor a row that holds several or is padded, is too long by itself."""
+    model = build("gpt2")
+    limit = model.config.max_position_embeddings
+    documents = documents_of((limit, limit - 50, 40))
+    expected = each_alone(model, documents, num_predicted(documents))[1]
+    ids, positions = packed_row(documents)
+    padded = torch.zeros(3, limit + 9, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, document in enumerate(documents):
+        padded[row, : len(document)], mask[row, : len(document)] = document, 1
+    engine = engine_for(model, 2 * limit)
+    for arguments in ({"input_ids": documents}, {"input_ids": ids, "position_ids": positions},
+                      {"input_ids": padded, "attention_mask": mask}):  # fmt: skip
+        loss = engine.loss(**arguments)  # type: ignore[arg-type]
+        assert_same_gradients(backward_gradients(model, loss), expected, 1e-6)
+    too_long = random_ids(1, limit + 1)
+    for wrong in ([too_long[0]], too_long):
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens and the model has learned {limit}"):
+            engine.loss(wrong)
+    with pytest.raises(ValueError, match="has learned"):
+        engine.loss(torch.cat([too_long, too_long], 1), position_ids=torch.arange(limit + 1).repeat(1, 2))
