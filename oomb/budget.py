@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oomb.advice import decide
-from oomb.config import Config
+from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.grads import pending_bytes
 from oomb.memory import (
@@ -89,21 +89,24 @@ class Budget:
     def open(
         self, *, batch_size: int, length: int, longest: int, trains: bool, fused: bool, float32_sums: bool
     ) -> tuple[Placement, PageStore]:
-        """The pages for a batch of `length` tokens, and what was decided about it. `longest` is the length of its longest
-        document. Must be called while the model is running. Raises `OutOfPages`, with the numbers, if it cannot be done.
+        """The pages for a batch of `length` tokens (its longest document's: `longest`), and what was decided about it.
+        Must be called while the model is running. Raises `OutOfPages`, with the numbers, if it cannot be done.
 
-        A batch of the same kind as one before is placed as that was: memory stays as it is from step to step.
+        A batch of the same kind as one before is placed as that was: memory stays as it is from step to step. Beside
+        others that hold pages, it is placed by what they have left.
         """
         shapes = self._layer_shapes()
         key = batch_size, length, trains, tuple(shapes.values())
         layers = {layer: _layer_spec(shape, batch_size, self.config) for layer, shape in shapes.items()}
-        if key in self._placements:
+        is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
+        if is_alone and key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
                 return self._placements[key], self._pages(self._placements[key], layers, trains)
         placement = self._place(shapes, batch_size, length, longest, trains, fused, float32_sums)
         store = self._pages(placement, layers, trains)
-        self._placements[key] = placement
+        if is_alone:
+            self._placements[key] = placement
         return placement, store
 
     def _pages(self, placement: Placement, layers: dict[int, LayerSpec], trains: bool) -> PageStore:
@@ -120,6 +123,16 @@ class Budget:
             trains=trains,
             choosing=self._choosing(layers),
         )
+
+    def _left_over(self) -> Config:
+        """The settings, where limits are what other sequences have left of them."""
+        limits = {"gpu_memory": GPU, "host_memory": HOST}
+        left: dict[str, Any] = {
+            name: max(0, parse_bytes(limit) - self.tiers.held_bytes(tier))
+            for name, tier in limits.items()
+            if (limit := getattr(self.config, name)) != "auto" and self.tiers.held_bytes(tier)
+        }
+        return replace(self.config, **left) if left else self.config
 
     def _choosing(self, layers: dict[int, LayerSpec]) -> Choosing | None:
         """How pages are chosen, in layers without a window."""
@@ -171,7 +184,7 @@ class Budget:
             host_room += self.tiers.idle_bytes(GPU)
         return decide(
             facts,
-            self.config,
+            self._left_over(),
             batch_size=batch_size,
             length=length,
             trains=trains,

@@ -400,7 +400,7 @@ def test_learned_positions_are_counted_in_each_document() -> None:
     engine = engine_for(model, 2 * limit)
     for arguments in ({"input_ids": documents}, {"input_ids": ids, "position_ids": positions},
                       {"input_ids": padded, "attention_mask": mask}):  # fmt: skip
-        loss = engine.loss(**arguments)  # type: ignore[arg-type]
+        loss = engine.loss(**arguments)
         assert_same_gradients(backward_gradients(model, loss), expected, 1e-6)
     too_long = random_ids(1, limit + 1)
     for wrong in ([too_long[0]], too_long):
@@ -408,3 +408,14 @@ def test_learned_positions_are_counted_in_each_document() -> None:
             engine.loss(wrong)
     with pytest.raises(ValueError, match="has learned"):
         engine.loss(torch.cat([too_long, too_long], 1), position_ids=torch.arange(limit + 1).repeat(1, 2))
+
+
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (64, 60, 56, 52)])
+def test_memory_limits_hold_for_all_sequences_together(lengths: tuple[int, ...], model: Any, in_float64: None) -> None:
+    """Alike or not: those that come later have what is left, and one that is alone again has all of it."""
+    documents, limit = documents_of(lengths), 200_000
+    engine = check_alike(model, documents, 1e-10, gpu_memory=limit, page_size=4, keep_attention=False)
+    assert 0 < engine.stats.gpu_peak_bytes <= limit and engine.stats.host_peak_bytes
+    engine.reset_stats()
+    engine.loss([documents[0]]).backward()
+    assert not engine.stats.host_peak_bytes
