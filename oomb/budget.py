@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from oomb.advice import decide
-from oomb.config import Config
+from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.grads import pending_bytes
 from oomb.memory import (
@@ -87,23 +87,26 @@ class Budget:
         )
 
     def open(
-        self, *, batch_size: int, length: int, trains: bool, fused: bool, float32_sums: bool
+        self, *, batch_size: int, length: int, longest: int, trains: bool, fused: bool, float32_sums: bool
     ) -> tuple[Placement, PageStore]:
-        """The pages for a batch of `length` tokens, and what was decided about it. Must be called while the model is
-        running. Raises `OutOfPages`, with the numbers, if it cannot be done.
+        """The pages for a batch of `length` tokens (its longest document's: `longest`), and what was decided about it.
+        Must be called while the model is running. Raises `OutOfPages`, with the numbers, if it cannot be done.
 
-        A batch of the same kind as one before is placed as that was: memory stays as it is from step to step.
+        A batch of the same kind as one before is placed as that was: memory stays as it is from step to step. Beside
+        others that hold pages, it is placed by what they have left.
         """
         shapes = self._layer_shapes()
         key = batch_size, length, trains, tuple(shapes.values())
         layers = {layer: _layer_spec(shape, batch_size, self.config) for layer, shape in shapes.items()}
-        if key in self._placements:
+        is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
+        if is_alone and key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
                 return self._placements[key], self._pages(self._placements[key], layers, trains)
-        placement = self._place(shapes, batch_size, length, trains, fused, float32_sums)
+        placement = self._place(shapes, batch_size, length, longest, trains, fused, float32_sums)
         store = self._pages(placement, layers, trains)
-        self._placements[key] = placement
+        if is_alone:
+            self._placements[key] = placement
         return placement, store
 
     def _pages(self, placement: Placement, layers: dict[int, LayerSpec], trains: bool) -> PageStore:
@@ -120,6 +123,16 @@ class Budget:
             trains=trains,
             choosing=self._choosing(layers),
         )
+
+    def _left_over(self) -> Config:
+        """The settings, where limits are what other sequences have left of them."""
+        limits = {"gpu_memory": GPU, "host_memory": HOST}
+        left: dict[str, Any] = {
+            name: max(0, parse_bytes(limit) - self.tiers.held_bytes(tier))
+            for name, tier in limits.items()
+            if (limit := getattr(self.config, name)) != "auto" and self.tiers.held_bytes(tier)
+        }
+        return replace(self.config, **left) if left else self.config
 
     def _choosing(self, layers: dict[int, LayerSpec]) -> Choosing | None:
         """How pages are chosen, in layers without a window."""
@@ -145,6 +158,7 @@ class Budget:
         shapes: dict[int, LayerShape],
         batch_size: int,
         length: int,
+        longest: int,
         trains: bool,
         fused: bool,
         float32_sums: bool,
@@ -162,12 +176,15 @@ class Budget:
             for shape in shapes.values()
         )
         facts = facts_of(self.model.lm, layers)
+        if longest < length:
+            # Each document has positions of its own, and its length has been checked.
+            facts = replace(facts, num_positions=None)
         gpu_room, host_room = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
         if gpu_room is None:  # on a CPU all is one memory
             host_room += self.tiers.idle_bytes(GPU)
         return decide(
             facts,
-            self.config,
+            self._left_over(),
             batch_size=batch_size,
             length=length,
             trains=trains,

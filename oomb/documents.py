@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.inputs import Batch
+from oomb.inputs import Batch, check_length
 from oomb.loss import IGNORED
 
 
@@ -106,17 +106,20 @@ def read(
         return _read_list(input_ids, labels, attention_mask, position_ids, chunk_size, may_share, limits)
     if isinstance(labels, list):
         raise ValueError(f"input_ids is a tensor and labels a list of {len(labels)}; they must be alike")
-    batch = Batch.check(input_ids, labels, attention_mask, **limits)
+    # A row may be longer than all that stands in it.
+    batch = Batch.check(input_ids, labels, attention_mask, **{**limits, "num_positions": None})
     num_rows, length = batch.ids.shape
     ends = [length] * num_rows
     if attention_mask is not None:
         ends = torch.as_tensor(attention_mask).to("cpu", torch.bool).sum(1).tolist()
     starts = [[0]] * num_rows if position_ids is None else _starts(position_ids, batch.ids.shape, ends)
+    bounds = [(*(at for at in first if at < end), end) for first, end in zip(starts, ends, strict=True)]
+    check_length(max(b - a for row in bounds for a, b in pairwise((0, *row))), limits["num_positions"])
     if all(end == length and row == [0] for end, row in zip(ends, starts, strict=True)):
         return Given((batch,))
     documents = []
-    for row, (first, end) in enumerate(zip(starts, ends, strict=True)):
-        for a, b in pairwise((*(at for at in first if at < end), end)):
+    for row, marks in enumerate(bounds):
+        for a, b in pairwise(marks):
             if a < b:
                 targets = batch.targets[row, a:b].clone()
                 targets[-1] = IGNORED  # it is another document's token, or padding
@@ -145,7 +148,9 @@ def _read_list(
     documents = []
     for index, ids in enumerate(input_ids):
         try:
-            if isinstance(ids, Tensor) and ids.ndim != 1:
+            if not isinstance(ids, Tensor):
+                raise ValueError(f"input_ids is a {type(ids).__name__}; a document is a tensor of token ids")
+            if ids.ndim != 1:
                 raise ValueError(f"input_ids has shape {tuple(ids.shape)}; a document is a tensor of one dimension")
             row, own = ids[None], None if labels is None else labels[index][None]
             # A document may begin with the padding token: there is no padding in a list.

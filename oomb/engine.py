@@ -167,13 +167,19 @@ class Engine:
         sequences = [Sequence(self, batch, trains) for batch in given.batches]
         count = Count(sum(len(sequence.bounds) for sequence in sequences))
         for sequence in sequences:
-            sequence.count = count
-        if trains:
-            refuse_hooks(self.model.lm.named_parameters())
-            anchor = torch.zeros((), device=self.model.device, requires_grad=True)
+            sequence.count, sequence.is_last = count, sequence is sequences[-1]
+        if not trains:
+            with torch.no_grad():
+                return [sequence.fill() for sequence in sequences]
+        refuse_hooks(self.model.lm.named_parameters())
+        anchor = torch.zeros((), device=self.model.device, requires_grad=True)
+        try:
             return [_TwoPasses.apply(anchor, sequence) for sequence in sequences]
-        with torch.no_grad():
-            return [sequence.fill() for sequence in sequences]
+        except BaseException:
+            # Those that are filled wait for a backward that will not come, and the error holds on to them.
+            for sequence in sequences:
+                sequence.close()
+            raise
 
 
 class Count:
@@ -212,6 +218,8 @@ class Sequence:
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
         self.count = Count(len(self.bounds))
+        self.is_last = True
+        """Of those of a call: it is filled last, and its backward comes first."""
         self.index, (self.start, self.end) = 0, self.bounds[0]
         self.is_random = self.model.draws_random_numbers()
         self.seed: int | None = None
@@ -230,6 +238,7 @@ class Sequence:
             placement, self.store = self.engine.budget.open(
                 batch_size=len(self.batch.ids),
                 length=self.bounds[-1][1],
+                longest=self.batch.longest,
                 trains=self.trains,
                 fused=self.engine.fuse,
                 float32_sums=self.engine.sums_in_float32,
@@ -371,13 +380,14 @@ class Sequence:
     def _keeps_last_chunk(self) -> bool:
         other = self.engine.keeper() if self.engine.keeper is not None else None
         is_free = other is None or other.last_hidden is None
-        return self.may_keep_last_chunk and (is_free or self.config.keep_last_chunk is True)
+        # Kept by an earlier one, they would lie beside those of all that are walked back before it.
+        return self.may_keep_last_chunk and ((is_free and self.is_last) or self.config.keep_last_chunk is True)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The model's attention comes to us, under the caller's autocast, and random numbers leave no trace."""
         with ExitStack() as stack:
-            stack.enter_context(self.model.running(self, self.batch.ids.shape[1], self.model_state))
+            stack.enter_context(self.model.running(self, self.batch.longest, self.model_state))
             stack.enter_context(self.autocast)
             if self.seed is not None:
                 stack.enter_context(self._random_numbers_untouched())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,11 +41,7 @@ class Batch:
             )
         if ids.numel() == 0:
             raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
-        if num_positions is not None and ids.shape[1] > num_positions:
-            raise ValueError(
-                f"input_ids has {ids.shape[1]} tokens and the model has learned {num_positions} positions: cut the "
-                "sequence"
-            )
+        check_length(ids.shape[1], num_positions)
         _check_range("input_ids", ids, ids, vocab_size)
         targets = ids if labels is None else _whole_numbers("labels", labels)
         if targets.shape != ids.shape:
@@ -65,6 +62,11 @@ class Batch:
                 raise ValueError(_left_padding_text(row) + "; if this is text, pass an attention_mask of ones")
         return cls(ids=ids, targets=shifted(targets))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(b - a for a, b in pairwise((*self.starts, self.ids.shape[1])))
+
     def chunks(self, chunk_size: int) -> list[tuple[int, int]]:
         """(start, end) of each chunk. Chunks after the last one with a target (padding, masked ends) are left out: no
         gradient passes through them."""
@@ -84,6 +86,13 @@ class Batch:
         for cut in self.cuts(start, end):
             found[cut:] = torch.arange(end - start - cut, device=device)
         return found.unsqueeze(0)
+
+
+def check_length(length: int, num_positions: int | None) -> None:
+    if num_positions is not None and length > num_positions:
+        raise ValueError(
+            f"input_ids has {length} tokens and the model has learned {num_positions} positions: cut the sequence"
+        )
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oomb
-from oomb.attention import packed, reference
+from oomb.attention import kernels, packed, reference
 from oomb.attention.chunk import Spec
 from oomb.documents import lay_out
+from oomb.engine import Sequence
 from oomb.inputs import Batch
 
 CHUNK = 16
@@ -239,6 +241,7 @@ def test_progress_counts_the_chunks_of_all_documents(model: Any) -> None:
         (([torch.tensor([3, 4]), torch.tensor([[3, 4]])],), "document 1: .*one dimension"),
         (([torch.tensor([3, 4]), torch.tensor([], dtype=torch.long)],), "document 1: .*empty"),
         (([torch.tensor([3, 400])],), "document 0: .*the id 400"),
+        (([[3, 4]],), "document 0: input_ids is a list"),
         (([torch.tensor([3, 4])], torch.tensor([[3, 4]])), "labels a tensor"),
         (([torch.tensor([3, 4])], [torch.tensor([3, 4])] * 2), "labels a list of 2"),
         (([torch.tensor([3, 4])], [torch.tensor([3, 4, 5])]), "document 0: labels have shape"),
@@ -309,7 +312,9 @@ def test_one_call_of_the_flash_kernel(heads: tuple[int, int, int], window: int |
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [{}, {"page_budget": 4, "page_size": 16}, {"gpu_memory": 0}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"page_budget": 4, "page_size": 16}, {"gpu_memory": 0}, {"kernels": "flash"}], ids=str
+)
 def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
     from test_gpu import wide_llama
 
@@ -326,3 +331,91 @@ def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
     for name, gradient in expected.items():
         assert gradient is not None and actual[name] is not None
         assert relative_error(actual[name], gradient) <= 0.05, name
+
+
+@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.CUDNN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("own", [1, 5])
+def test_gpu_kernels_get_a_contiguous_lse(kernel: kernels.Kernel, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a shared chunk's first document is a part of a wider one. Flash reads it by address, without strides."""
+    seen: list[Tensor] = []
+
+    def backward(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+        seen.append(args[5])
+        return args[1], args[2], args[3]
+
+    names = "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(**dict.fromkeys(names, backward)))
+    x, lse = torch.zeros(1, 3, own, 8), torch.arange(27.0).view(1, 3, 9)[:, :, :own]
+    kernel.backward(x, x, x, x, x, lse, scale=1.0, causal=True)
+    assert seen[0].is_contiguous() and torch.equal(seen[0].view(1, 3, own), lse)
+
+
+def fails_at(engine: oomb.Engine, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model breaks when it is called for the `index`-th time."""
+    hidden, left = engine.model.hidden, iter(range(index))
+
+    def breaks(ids: Tensor, positions: Tensor) -> Tensor:
+        if next(left, None) is None:
+            raise RuntimeError("the model broke")
+        return hidden(ids, positions)
+
+    monkeypatch.setattr(engine.model, "hidden", breaks)
+
+
+def test_an_error_in_a_later_document_frees_the_earlier_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model, CHUNK)
+    engine.loss(documents_of((50, 40, 20))).backward()
+    fails_at(engine, 8, monkeypatch)
+    with pytest.raises(RuntimeError, match="the model broke") as error:
+        engine.loss(documents_of((50, 40, 20)))
+    tiers = engine.budget.tiers
+    assert error and not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
+
+
+def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward comes first: kept by another, two chunks' activations would be there at once."""
+    engine, order = engine_for(model, CHUNK), []
+    walk_back = Sequence.walk_back
+
+    def seen(sequence: Sequence, dlogp: Tensor) -> None:
+        order.append((sequence.batch.ids.shape[1], sequence.last_hidden is not None))
+        walk_back(sequence, dlogp)
+
+    monkeypatch.setattr(Sequence, "walk_back", seen)
+    engine.loss(documents_of((48, 40, 33))).backward()
+    assert order == [(33, True), (40, False), (48, False)]
+
+
+def test_learned_positions_are_counted_in_each_document() -> None:
+    """Neither a chunk that many share, nor a row that holds several or is padded, is too long by itself."""
+    model = build("gpt2")
+    limit = model.config.max_position_embeddings
+    documents = documents_of((limit, limit - 50, 40))
+    expected = each_alone(model, documents, num_predicted(documents))[1]
+    ids, positions = packed_row(documents)
+    padded = torch.zeros(3, limit + 9, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, document in enumerate(documents):
+        padded[row, : len(document)], mask[row, : len(document)] = document, 1
+    engine = engine_for(model, 2 * limit)
+    for arguments in ({"input_ids": documents}, {"input_ids": ids, "position_ids": positions},
+                      {"input_ids": padded, "attention_mask": mask}):  # fmt: skip
+        loss = engine.loss(**arguments)
+        assert_same_gradients(backward_gradients(model, loss), expected, 1e-6)
+    too_long = random_ids(1, limit + 1)
+    for wrong in ([too_long[0]], too_long):
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens and the model has learned {limit}"):
+            engine.loss(wrong)
+    with pytest.raises(ValueError, match="has learned"):
+        engine.loss(torch.cat([too_long, too_long], 1), position_ids=torch.arange(limit + 1).repeat(1, 2))
+
+
+@pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (64, 60, 56, 52)])
+def test_memory_limits_hold_for_all_sequences_together(lengths: tuple[int, ...], model: Any, in_float64: None) -> None:
+    """Alike or not: those that come later have what is left, and one that is alone again has all of it."""
+    documents, limit = documents_of(lengths), 200_000
+    engine = check_alike(model, documents, 1e-10, gpu_memory=limit, page_size=4, keep_attention=False)
+    assert 0 < engine.stats.gpu_peak_bytes <= limit and engine.stats.host_peak_bytes
+    engine.reset_stats()
+    engine.loss([documents[0]]).backward()
+    assert not engine.stats.host_peak_bytes

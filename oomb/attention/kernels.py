@@ -97,7 +97,7 @@ def _cudnn_backward(
         k,
         v,
         out,
-        lse.unsqueeze(-1),
+        lse.contiguous().unsqueeze(-1),
         seed,
         seed,
         None,
@@ -143,7 +143,8 @@ def _flash_backward(
     rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
     none = torch.empty(0, device=q.device)
     grads = aten._flash_attention_backward(
-        *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse, None, None, q.shape[2], k.shape[2], 0.0,
+        # The kernel takes the lse for contiguous, and does not look: of a shared chunk it is a part.
+        *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
         **flash_mask(causal, window), rng_state=rng, unused=none, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (g.transpose(1, 2) for g in grads)

@@ -286,6 +286,11 @@ class Tiers:
     def used_bytes(self, tier: str) -> int:
         return sum(a.pool.num_used * a.page_bytes for (name, _), a in self.arenas.items() if name == tier)
 
+    def held_bytes(self, tier: str) -> int:
+        """Bytes of pages that sequences have taken or been promised."""
+        self.collect()
+        return self.used_bytes(tier) + sum(n * size for (name, size), n in self.promised.items() if name == tier)
+
     def idle_bytes(self, tier: str) -> int:
         """Bytes of slabs and buffers that `reserve` gives up if it must."""
         self.collect()
