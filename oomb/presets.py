@@ -153,6 +153,11 @@ def check_model_name(name: str) -> None:
         return
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            raise ValueError(
+                f"{name} holds LoRA adapters without their base model; merge them first: "
+                f'peft.AutoPeftModelForCausalLM.from_pretrained("{name}").merge_and_unload().save_pretrained("merged")'
+            )
         if not (path / "config.json").is_file():
             raise ValueError(
                 f"{name} is a folder without a config.json, so it is no saved model; name a folder that "

@@ -285,7 +285,8 @@ class TrainingDisplay(TrainerCallback):
         before, after = ("not computed" if loss is None else f"{loss:.4f}" for loss in held_out)
         if held_out != (None, None):
             table.add_row("held-out loss", f"{before} → {after}")
-        num_steps, step = len(self.step_times), self._view.step
+        # Not the view's step: the held-out loss at the end has put a view of its own in its place.
+        num_steps, step = len(self.step_times), self._first_step + len(self.step_times)
         table.add_row("steps", f"{num_steps}, up to step {step}" if self._first_step else f"{num_steps}")
         tokens, mfu = sum(self.step_tokens), self.facts.mfu(self.tokens_per_second)
         table.add_row("tokens", f"{tokens:,} ({round(tokens / max(num_steps, 1)):,} a step)")

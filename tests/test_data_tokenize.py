@@ -215,7 +215,7 @@ def test_what_has_changed_is_named(tmp_path: Path, source: Path) -> None:
     os.utime(changed, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     tokenizer = small_tokenizer()
     for options, message in (
-        ({"seed": 1}, "--seed was 0 and is 1: start anew with --overwrite, or name another --output"),
+        ({"seed": 1}, "--seed was 42 and is 1: start anew with --overwrite, or name another --output"),
         ({"join": "repository"}, "--join was documents and is repository"),
         (
             {"load_tokenizer": lambda: tokenizer, "tokenizer_name": "small"},
@@ -364,7 +364,7 @@ def test_wrong_options_are_told_before_anything_is_written(
 def test_the_command_shows_what_it_does(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("tokenize", "--dataset", source, "--output", tmp_path / "tokens", "--num_proc", "1")
     assert result.exit_code == 0, result.output
-    assert "tokens, 12 documents, 1 shards" in result.output
+    assert "tokens, 12 documents, 1 shard;" in result.output
     assert f"oomb train --dataset {tmp_path / 'tokens'}" in result.output
     screen = io.StringIO()
     with command._shown(Console(file=screen, force_terminal=True, width=80)) as report:

@@ -326,6 +326,27 @@ def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     assert found["perplexity"]["loss"] == pytest.approx(own.loss, rel=1e-6)
 
 
+def test_records_come_in_the_same_order_everywhere(tmp_path: Path, saved_model: Path) -> None:
+    """Or `oomb eval` would measure on lines that `oomb train` has trained on."""
+    lines = [json.dumps({"text": f"{index} " * 200}) for index in range(40)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    given = ["--dataset", str(tmp_path / "lines.jsonl"), "--max_length", "256", "--device", "cpu"]
+    run = ["--max_steps", "1", "--sample_tokens", "0", "--no_report", "--output_dir", str(tmp_path / "out")]
+    trained = invoke("train", "--model", str(saved_model), *given, *run)
+    assert trained.exit_code == 0, trained.output
+    events = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    before = next(event["loss"] for event in events if event["event"] == "held_out")
+    tokens = ["--output", str(tmp_path / "tokens"), "--num_proc", "1"]
+    assert invoke("tokenize", *given[:2], *tokens).exit_code == 0
+    for dataset in ("lines.jsonl", "tokens"):
+        output = tmp_path / f"{dataset}.json"
+        found = invoke(
+            "eval", str(saved_model), "--dataset", str(tmp_path / dataset), *given[2:], "--output", str(output)
+        )
+        assert found.exit_code == 0, found.output
+        assert json.loads(output.read_text())["perplexity"]["loss"] == pytest.approx(before, rel=1e-5)
+
+
 def test_the_documented_example_runs(engine: Engine, text: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     document = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
     [example] = re.findall(r"^```python\n(.*?)^```", document, re.MULTILINE | re.DOTALL)

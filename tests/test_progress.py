@@ -284,6 +284,8 @@ def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
         display.on_step_begin(*given)
         state.global_step = step
         display.on_step_end(*given)
+    with display.evaluating("held-out loss", 1):
+        pass
     with console.capture() as captured:
         console.print(display.summary("Done", (2.0, None), 5.0, {"model": tmp_path}))
     assert "2, up to step 12" in captured.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import re
 import shutil
@@ -18,12 +19,12 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb import budget, presets, quantised
+from oomb import budget, checkpoints, presets, quantised
 from oomb.commands.train import normalised
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.optim import OffloadedAdamW
 from oomb.progress import TrainingDisplay
-from oomb.train import config_file, prepare
+from oomb.train import config_file, outputs, prepare
 from oomb.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
 from oomb.trainer import Trainer
 
@@ -129,6 +130,7 @@ def test_flags_as_hugging_face_scripts_take_them() -> None:
         "--use_peft", "--no_bf16", "--resume_from_checkpoint", "latest", "--seed", "1", "--load_in_4bit", "x.yaml",
     ]  # fmt: skip
     assert normalised(["--resume_from_checkpoint"]) == ["--resume_from_checkpoint", "latest"]
+    assert normalised(["--resume_from_checkpoint", "a.yaml"]) == ["--resume_from_checkpoint", "latest", "a.yaml"]
     assert normalised(["--resume_from_checkpoint", "a/checkpoint-3"]) == ["--resume_from_checkpoint", "a/checkpoint-3"]
 
 
@@ -375,6 +377,40 @@ def test_the_latest_whole_checkpoint_is_taken(here: Path) -> None:
     events = [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 3]
     assert losses(here / "out")[3] == pytest.approx(before[3], rel=1e-6)
+
+
+def test_a_model_without_room_is_refused_before_training(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 1000)
+    refused = invoke("train", *QUICK)
+    assert refused.exit_code == 2
+    assert re.search(r"the trained model takes [\d,]+ bytes and 1,000 are free in --output_dir out", refused.output)
+    assert not (here / "out" / "metrics.jsonl").exists()
+
+
+def test_an_output_dir_inside_a_file_is_refused(here: Path) -> None:
+    refused = invoke("train", *TOY, "--output_dir", "text.txt/out")
+    assert refused.exit_code == 2
+    assert "--output_dir text.txt/out cannot be made: " in refused.output
+    assert "text.txt is a file; name another" in refused.output
+
+
+def test_a_model_is_saved_where_its_last_checkpoint_finds_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Room for the model, about 1.6 MB, and not for AdamW's states beside it.
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 3_000_000)
+    done = invoke("train", *QUICK, "--save_steps", "3")
+    assert done.exit_code == 0, done.output
+    assert "checkpoint-3 was not written" in done.output
+    assert (here / "out" / "model" / "model.safetensors").is_file()
+
+
+def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(outputs.Path, "rename", full)
+        with pytest.raises(ValueError, match=r"could not be saved in out/model: .*No space left"):
+            outputs.save(presets.load_model("demo", device="cpu"), None, Path("out/model"))
 
 
 def test_signals_one_by_one() -> None:

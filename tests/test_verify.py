@@ -123,3 +123,9 @@ def test_verify_keeps_only_some_layers_of_a_large_model() -> None:
     )
     assert result.exit_code == 0, result.output
     assert "11 parameters" in result.output
+
+
+def test_adapters_alone_are_refused_with_the_way_to_merge_them(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"LoRA adapters without their base model.*merge_and_unload"):
+        presets.check_model_name(str(tmp_path))

@@ -81,8 +81,13 @@ def eval_(
         str | None, typer.Option("--output", help="Write all figures to this JSON file.", rich_help_panel=OUTPUT)
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="Seed of needles, sample, and a preset's weights.", rich_help_panel=DATA)
-    ] = 0,
+        int,
+        typer.Option(
+            "--seed",
+            help="Seed of the order of records, as in oomb train, of needles, sample, and a preset's weights.",
+            rich_help_panel=DATA,
+        ),
+    ] = 42,
     dtype: Dtype = "auto",
     device: Device = "auto",
     *,

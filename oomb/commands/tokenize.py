@@ -60,7 +60,7 @@ def tokenize(
         typer.Option(
             "--seed", help="Seed of the order of records. Files have an order of their own.", rich_help_panel=DATA
         ),
-    ] = 0,
+    ] = 42,
     num_proc: Annotated[
         int | None,
         typer.Option("--num_proc", help="Processes. Default: one for each core.", rich_help_panel=MACHINE),
@@ -115,10 +115,11 @@ def tokenize(
             raise
         for note in result.notes:
             console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
+        shards = "shard" if result.num_shards == 1 else "shards"
         kept = f", {result.num_kept:,} of them there already" if result.num_kept else ""
         console.print(
             f"[bold]{escape(str(result.folder))}[/]: {result.num_tokens:,} tokens, {result.num_documents:,} documents, "
-            f"{result.num_shards:,} shards{kept}; {time.monotonic() - started:.1f} s",
+            f"{result.num_shards:,} {shards}{kept}; {time.monotonic() - started:.1f} s",
             highlight=False,
             soft_wrap=True,
         )

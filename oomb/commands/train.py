@@ -58,7 +58,10 @@ def normalised(args: list[str]) -> list[str]:
             # What is neither true nor false is left for the parser to refuse.
             known = {"": name, "true": name, "false": f"--no_{name[2:]}"}
             plain.append(known.get(value.lower(), arg))
-        elif arg == "--resume_from_checkpoint" and (following is None or following.startswith("--")):
+        elif arg == "--resume_from_checkpoint" and (
+            following is None or following.startswith("--") or following.endswith((".yaml", ".yml"))
+        ):
+            # A settings file after it is the run's: a checkpoint is a folder.
             plain += [arg, LATEST]
         else:
             plain.append(arg)

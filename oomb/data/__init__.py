@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from oomb.data.encode import NUM_BYTE_IDS, PAD_ID, SEPARATOR_ID
 from oomb.data.opening import PACKINGS, SHORTEST_ADVISED, load, open_dataset
-from oomb.data.sources import JOINS, STDLIB, find_documents
+from oomb.data.sources import JOINS, SEED, STDLIB, find_documents
 from oomb.data.tokens import Split, Tokens, Windows
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "NUM_BYTE_IDS",
     "PACKINGS",
     "PAD_ID",
+    "SEED",
     "SEPARATOR_ID",
     "SHORTEST_ADVISED",
     "STDLIB",

@@ -13,7 +13,7 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
-from oomb.data.sources import STDLIB, Source, open_source
+from oomb.data.sources import SEED, STDLIB, Source, open_source
 from oomb.data.tokens import Split, Tokens, Windows, is_learnt, pieces
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_train: int | None = None,
     num_held_out: int = 1,
+    seed: int = SEED,
 ) -> Split:
     """`open_dataset` with every document joined to the next."""
     return open_dataset(
@@ -44,6 +45,7 @@ def load(
         packing="windows",
         num_train=num_train,
         num_held_out=num_held_out,
+        seed=seed,
     )
 
 
@@ -57,7 +59,7 @@ def open_dataset(
     vocab_size: int | None = None,
     num_held_out: int = 1,
     num_train: int | None = None,
-    seed: int = 0,
+    seed: int = SEED,
 ) -> Split:
     """Examples of a text file, a folder, JSON lines, a table, or a folder that `oomb tokenize` wrote.
 

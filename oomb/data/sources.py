@@ -271,6 +271,11 @@ def find_documents(dataset: str) -> tuple[list[Path], Path]:
     return _in_fixed_order(files, root), root
 
 
+SEED = 42
+"""Of the order of records, unless another is named: one for all commands, so that `oomb eval` reads what `oomb train`
+has held out, and `oomb tokenize` writes what it would have read."""
+
+
 def shuffled(count: int, seed: int) -> np.ndarray:
     """The numbers below `count` in an order that is the same for ever: a folder that another release of NumPy began to
     tokenise is finished by this one. They are sorted by their hash (the finalizer of splitmix64)."""

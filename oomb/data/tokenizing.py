@@ -19,7 +19,7 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.encode import Encoded, Encoder, Tally, kind_of
-from oomb.data.sources import STDLIB, Source, find_documents, open_source
+from oomb.data.sources import SEED, STDLIB, Source, find_documents, open_source
 
 POLL_S = 0.2
 
@@ -37,7 +37,7 @@ class Job:
     load_tokenizer: Callable[[], Any] | None = None
     """Called once in every process. None: bytes."""
     join: str = "documents"
-    seed: int = 0
+    seed: int = SEED
     shard_bytes: int = 16 << 20
     """Of the source. Smaller ones lose less when killed, and make more files."""
     num_proc: int = 1

@@ -47,7 +47,7 @@ class Settings:
     max_eval_samples: int = 1
     needle: NeedleSettings | None = None
     sample_tokens: int = 0
-    seed: int = 0
+    seed: int = data.SEED
     output: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -156,6 +156,7 @@ def _read(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> tupl
         tokenizer=tokenizer,
         num_train=num_windows,
         num_held_out=settings.max_eval_samples,
+        seed=settings.seed,
     )
     parts = [split.train] if split.held_out is None else [split.held_out, split.train]
     windows = [part[i] for part in parts for i in range(len(part))]

@@ -28,9 +28,11 @@ def output_dir_of(settings: Settings) -> Path:
         chosen = Path(settings.output_dir).expanduser()
         if chosen.exists() and not chosen.is_dir():
             raise ValueError(f"--output_dir {chosen} is a file; name a folder")
+        parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
+        if not parent.is_dir():
+            raise ValueError(f"--output_dir {chosen} cannot be made: {parent} is a file; name another")
         if not settings.overwrite_output_dir and settings.resume_from_checkpoint is None:
             _refuse_used(chosen)
-        parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
         if not os.access(parent, os.W_OK):
             raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
         return chosen
@@ -93,6 +95,21 @@ def first_step(settings: Settings) -> int:
     return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
 
 
+def check_room(model: Any, output_dir: Path) -> None:
+    """Before training: a model that cannot be saved is found out now and not after hours."""
+    try:
+        free = checkpoints.free_bytes(output_dir)
+    except OSError as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be made: {error.strerror}; name another") from error
+    is_adapter = hasattr(model, "peft_config")
+    needed = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not is_adapter)
+    if needed > free:
+        raise ValueError(
+            f"the trained model takes {needed:,} bytes and {free:,} are free in --output_dir {output_dir}: make room, "
+            "or name a folder on another disk"
+        )
+
+
 def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
     """Write beside the place and rename: the folder is either the old model or the whole new one."""
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -105,10 +122,14 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if old.exists() and not folder.exists():
             old.rename(folder)
+        if isinstance(error, Exception) and checkpoints.is_failure_to_write(error):
+            newest = checkpoints.latest(folder.parent)
+            rest = f"; the newest checkpoint is {newest}, which from_pretrained reads" if newest is not None else ""
+            raise ValueError(f"the trained model could not be saved in {folder}: {error}{rest}") from error
         raise
     shutil.rmtree(old, ignore_errors=True)
     return folder

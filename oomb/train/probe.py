@@ -31,7 +31,7 @@ class Probe:
         self.needle: NeedleSettings | None = None
         self.haystacks: list[Any] = []
         if settings.needle_sizes:
-            self.needle = NeedleSettings(lengths=settings.needle_sizes)
+            self.needle = NeedleSettings(lengths=settings.needle_sizes, seed=settings.seed)
             text: list[torch.Tensor] = []
             for index in range(len(split.train)):
                 if sum(map(len, text)) >= max(settings.needle_sizes):

@@ -67,7 +67,7 @@ def run(settings: Settings, console: Console) -> int:
         # Fails here, with the numbers, if a step will not fit.
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
 
-    output_dir.mkdir(parents=True, exist_ok=True)
+    outputs.check_room(model, output_dir)
     (output_dir / CONFIG).write_text(config_file.write(told), encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
@@ -100,7 +100,7 @@ def run(settings: Settings, console: Console) -> int:
             if display.step_times:
                 interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
                 if stopped:
-                    trainer.save_checkpoint()
+                    _save_checkpoint(trainer, display)
                 saved_to = outputs.save(model, tokenizer, output_dir / MODEL)
             step = trainer.state.global_step
             after = display.held_out.get(step)
@@ -139,7 +139,7 @@ def run(settings: Settings, console: Console) -> int:
         title = "Stopped" if stopped else "Done"
         console.print(display.summary(title, (before, after), time.monotonic() - started, places))
         next_steps = (
-            outputs.how_to_go_on(output_dir)
+            (outputs.how_to_go_on(output_dir) if checkpoints.latest(output_dir) is not None else "")
             if stopped
             else outputs.what_next(settings, split.num_tokens, model, saved_to)
         )
@@ -180,9 +180,24 @@ def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> bo
         trainer.train(resume_from_checkpoint=resume)
     except StopRequested:
         return True
+    except checkpoints.NotSaved as error:
+        # Of the last step: all is trained. The model takes a third of a checkpoint's room, and may still find it.
+        _say_not_saved(error, display)
     finally:
         display.close()
     return display.interrupts.stop_requested and trainer.state.global_step < trainer.state.max_steps
+
+
+def _save_checkpoint(trainer: Trainer, display: TrainingDisplay) -> None:
+    try:
+        trainer.save_checkpoint()
+    except checkpoints.NotSaved as error:
+        _say_not_saved(error, display)
+
+
+def _say_not_saved(error: checkpoints.NotSaved, display: TrainingDisplay) -> None:
+    display.close()
+    display.print(f"[yellow]{escape(str(error))}[/]")
 
 
 def _held_out_loss(trainer: Trainer, held_out: data.Windows | None, display: TrainingDisplay) -> float | None:
