@@ -1,23 +1,59 @@
-"""What a sequence may have, and what to change if it does not fit: `decide` for the engine, `advice` for people, and
-the longest context that fits. Pure arithmetic on top of `oomb.plan`."""
+"""What a sequence may have, and what to change if it does not fit: `decide` for the engine, `advice` for people, the
+longest context that fits, and the search for the least that must change, which `oomb.recipe` shares. Pure arithmetic on
+top of `oomb.plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import reduce
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
-from oomb.config import Config, parse_bytes
+from oomb.config import Config
 from oomb.memory import OutOfPages
 from oomb.metrics import GIB, gib
-from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, place
+from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
 
 SMALLEST_CHUNK = 512
 """The shortest chunk that is advised."""
-EIGHT_BITS = '"int8"'
 LONGEST = 1 << 36
 """Contexts are not searched beyond this."""
+SPARE_HOST_BYTES = 3 << 30
+"""What a host that is filled to the brim has left for all else."""
+BRIM = "brim"
+"""In place of a limit on memory: all there is. How much that is depends on the other settings."""
+
+Settings = dict[str, Any]
+
+
+class Harm(IntEnum):
+    """What a change costs, from least to most."""
+
+    NONE = 0
+    """A limit is lifted that somebody has set."""
+    TIME = 1
+    """The same results, with more to compute or to copy."""
+    MARGIN = 2
+    """No memory is left to spare."""
+    CHUNKS = 3
+    """Shorter chunks: the same results, and matrix units that idle."""
+    ROUNDING = 4
+    """Sums or states with fewer bits."""
+    EIGHT_BITS = 5
+    """K, V or their gradients are approximations."""
+    TRAINING = 6
+    """Something else is trained."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A change that saves memory where it is short. Of several for one setting, a later one saves more."""
+
+    setting: str
+    value: Any
+    harm: Harm
+    may_hurt: bool = False
+    """It takes memory elsewhere, and so need not help."""
 
 
 def decide(
@@ -67,52 +103,75 @@ def longest_context(request: Request) -> int | None:
     return max(good * step, *(length for length in others if length > good * step and fits(length)), 0)
 
 
-Change = Callable[[Request], Request]
+def fewest(options: Sequence[Option], fits: Callable[[Settings], bool]) -> Settings | None:
+    """The least that makes it fit: none of these settings can be left out or be milder, and the worst of them is as
+    mild as can be. None if nothing does."""
+    for chosen in leanest(options):
+        if fits(chosen):
+            break
+    else:
+        return None
+    ordered = sorted(options, key=lambda option: option.harm)
+    # The worst first: what is milder stays if it can do instead.
+    for setting in dict.fromkeys(option.setting for option in reversed(ordered)):
+        without = {name: value for name, value in chosen.items() if name != setting}
+        milder = [{**chosen, setting: option.value} for option in ordered if option.setting == setting]
+        chosen = next(settings for settings in (without, *milder, chosen) if fits(settings))
+    return chosen
 
 
-def _enough_settings(request: Request, options: list[tuple[str, tuple[str, Change]]]) -> list[str]:
-    """One of the settings that suffices, or as few as it takes; none if all together do not."""
+def furthest(options: Sequence[Option], reach: Callable[[Settings], int | None]) -> tuple[int, Settings]:
+    """The longest context that any of these settings reach, and all of those that do. `reach`: None is no limit."""
+    reached = [(LONGEST if (length := reach(some)) is None else length, some) for some in leanest(options)]
+    return max(reached, key=lambda pair: pair[0])
 
-    def fits(settings: dict[str, tuple[str, Change]]) -> bool:
-        return place(reduce(lambda changed, item: item[1](changed), settings.values(), request))[1] is None
 
-    for setting, pair in options:
-        if fits({setting: pair}):
-            return [pair[0]]
-    # All together, of the chunk sizes the smallest; then without those that are not needed, the dearest first.
-    chosen = dict(options)
-    if not fits(chosen):
-        return []
-    for left_out in reversed(list(chosen)):
-        fewer = {setting: chosen[setting] for setting in chosen if setting != left_out}
-        chosen = fewer if fits(fewer) else chosen
-    larger = ({**chosen, setting: pair} for setting, pair in options if setting == "chunk_size" in chosen)
-    chosen = next((settings for settings in larger if fits(settings)), chosen)
-    return [name for name, _ in chosen.values()]
+def leanest(options: Sequence[Option]) -> Iterator[Settings]:
+    """All options together; then without one that may hurt, for each of these."""
+    everything = {option.setting: option.value for option in sorted(options, key=lambda option: option.harm)}
+    yield everything
+    for setting in dict.fromkeys(option.setting for option in options if option.may_hurt):
+        yield {name: value for name, value in everything.items() if name != setting}
 
 
 def advice(request: Request) -> str:
     """What would make a request fit that does not: a setting, several, more memory, or a shorter context."""
     longest = longest_context(request)
     text = f"With these settings the longest context that fits is {longest:,} tokens. " if longest else ""
-    options, memory = [(item[0], item[1:]) for item in _remedies(request)], _enough_memory(request)
-    also = f", or with {memory}" if memory else ""
-    # Approximations only where nothing else helps.
-    exact = [option for option in options if EIGHT_BITS not in option[1][0]]
-    for some in (exact, options):
-        names = _enough_settings(request, some)
-        if names:
-            joined = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} together"
-            return f"{text}It fits with {joined}{'' if names[0].startswith('host_memory') else also}."
-    text += f"No setting makes {request.length:,} tokens fit here." + (f" It fits with {memory}." if memory else "")
-    reached = [(longest_context(change(request)) or 0, name) for _, (name, change) in options]
-    most, name = max(reached, key=lambda pair: pair[0], default=(0, ""))
+    options, memory = engine_options(request), enough_host_bytes(request)
+    on_cpu, is_auto = request.gpu_room is None, request.config.host_memory == "auto"
+    kind, first = "" if on_cpu else "host ", "" if is_auto else 'host_memory="auto" and '
+    enough = f"{first}{gib(memory + GIB / 200)} of free {kind}memory" if memory else ""
+    chosen = fewest(options, lambda settings: place(changed(request, settings))[1] is None)
+    if chosen:
+        also = f", or with {enough}" if enough and "host_memory" not in chosen else ""
+        return f"{text}It fits with {_named(request, chosen)}{also}."
+    text += f"No setting makes {request.length:,} tokens fit here." + (f" It fits with {enough}." if enough else "")
+    most, _ = furthest(options, lambda settings: longest_context(changed(request, settings)))
     if most > (longest or 0):
-        return f"{text} With {name} the longest is {most:,}."
+        shorter = replace(request, length=most)
+        chosen = fewest(options, lambda settings: place(changed(shorter, settings))[1] is None) or {}
+        return f"{text} With {_named(shorter, chosen)} the longest is {most:,}."
     return text if longest or memory else f"{text} Take a smaller model, a lower precision or a larger GPU."
 
 
-def _enough_memory(request: Request) -> str | None:
+def _named(request: Request, settings: Settings) -> str:
+    """Settings as a person writes them."""
+    config, names = changed(request, settings).config, []
+    for setting in settings:
+        name = f"{setting}={literal(getattr(config, setting, None))}"
+        if setting == "host_memory":
+            name += f" ({gib(request.host_room)} are free)"
+        names.append("LoRA (a PEFT model; --lora for plan and bench)" if setting == "lora" else name)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} together"
+
+
+def literal(value: Any) -> str:
+    """A value as Python has it, in double quotes."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def enough_host_bytes(request: Request) -> int | None:
     """The host memory with which the request would fit, if there is such."""
     asked = request.config
     keeps, is_lean = asked.keep_attention is True, asked.checkpoint_layers is not False
@@ -120,43 +179,79 @@ def _enough_memory(request: Request) -> str | None:
     placement, problem = place(replace(request, config=config, host_room=1 << 62))
     on_cpu = request.gpu_room is None
     enough = (placement.host_bytes + on_cpu * placement.gpu_bytes) / MARGIN
-    if problem is not None or enough <= request.host_room:
-        return None
-    setting = "" if asked.host_memory == "auto" else 'host_memory="auto" and '
-    return f"{setting}{gib(enough + GIB / 200)} of free {'' if on_cpu else 'host '}memory"
+    return None if problem is not None or enough <= request.host_room else int(enough)
 
 
-def _remedies(request: Request) -> Iterator[tuple[str, str, Change]]:
-    """(setting, how to write it, what it does) of all that save memory and are not in force, what costs least first."""
+def saving_options(request: Request) -> Iterator[Option]:
+    """Fields of `Config` that save memory and are not in force."""
     config, facts = request.config, request.facts
-
-    def setting(**changes: Any) -> Change:
-        return lambda request: replace(request, config=replace(request.config, **changes))
-
-    if config.host_memory != "auto" and parse_bytes(config.host_memory) < MARGIN * request.host_room:
-        yield "host_memory", f'host_memory="auto" ({gib(request.host_room)} are free)', setting(host_memory="auto")
-    if config.gpu_memory != "auto" and request.gpu_room is not None:
-        yield "gpu_memory", 'gpu_memory="auto"', setting(gpu_memory="auto")
+    has_gpu = request.gpu_room is not None
+    if config.host_memory != "auto" and host_budget(config, request.host_room) < int(MARGIN * request.host_room):
+        yield Option("host_memory", "auto", Harm.NONE)
+    if config.gpu_memory != "auto" and has_gpu:
+        yield Option("gpu_memory", "auto", Harm.NONE)
     if config.keep_attention is True:
-        yield "keep_attention", "keep_attention=False", setting(keep_attention=False)
+        yield Option("keep_attention", False, Harm.TIME)
     if request.trains and config.checkpoint_layers is False:
-        yield "checkpoint_layers", "checkpoint_layers=True", setting(checkpoint_layers=True)
+        yield Option("checkpoint_layers", True, Harm.TIME)
+    # On a CPU there is one memory, and a limit to all of it.
+    if has_gpu and request.host_room - SPARE_HOST_BYTES > host_budget(config, request.host_room):
+        yield Option("host_memory", BRIM, Harm.MARGIN)
+    if has_gpu:
+        yield Option("gpu_memory", BRIM, Harm.MARGIN)
     size = config.chunk_size // 2
-    while size >= SMALLEST_CHUNK:
-        yield "chunk_size", f"chunk_size={size}", setting(chunk_size=size)
+    while size >= SMALLEST_CHUNK and (config.page_budget is None or size % config.page_size == 0):
+        yield Option("chunk_size", size, Harm.CHUNKS)
         size //= 2
     if request.trains and request.float32_sums and facts.float32_sum_bytes:
-        yield "param_grad_dtype", 'param_grad_dtype="param"', _without_sums
-    if request.trains and not facts.has_adapters and facts.grad_bytes:
-        yield "lora", "LoRA (a PEFT model; --lora for plan and bench)", _with_lora
+        yield Option("param_grad_dtype", "param", Harm.ROUNDING)
     widest = max((layer.itemsize or facts.itemsize for layer in facts.layers), default=0)
-    for name in ("grad_dtype", "kv_dtype"):
-        if ITEMSIZES.get(getattr(config, name), widest) > 2:
-            yield name, f'{name}="bfloat16"', setting(**{name: "bfloat16"})
-    # The last resort: an approximation.
-    for name in ("grad_dtype", "kv_dtype"):
-        if getattr(config, name) != "int8" and (request.trains or name == "kv_dtype"):
-            yield name, f"{name}={EIGHT_BITS}", setting(**{name: "int8"})
+    for dtype, harm in (("bfloat16", Harm.ROUNDING), ("int8", Harm.EIGHT_BITS)):
+        for name in ("grad_dtype", "kv_dtype"):
+            is_narrower = ITEMSIZES[dtype] < ITEMSIZES.get(getattr(config, name), widest)
+            if is_narrower and (request.trains or name == "kv_dtype"):
+                yield Option(name, dtype, harm)
+
+
+def engine_options(request: Request) -> list[Option]:
+    """Those, and what else a training script can change."""
+    facts, options = request.facts, list(saving_options(request))
+    if request.trains and not facts.has_adapters and facts.grad_bytes:
+        options.append(Option("lora", True, Harm.TRAINING))
+    return options
+
+
+def changed(request: Request, settings: Settings) -> Request:
+    """The request with these settings instead."""
+    plain = {name: value for name, value in settings.items() if name != "lora" and value != BRIM}
+    request = replace(request, config=replace(request.config, **plain))
+    if "param_grad_dtype" in settings:
+        request = _without_sums(request)
+    if "lora" in settings:
+        request = _with_lora(request)
+    return to_the_brim(request, [name for name, value in settings.items() if value == BRIM])
+
+
+def to_the_brim(request: Request, limits: Collection[str]) -> Request:
+    """The request with these limits at all there is, as sizes that a person can write."""
+    if "host_memory" in limits:
+        there = size_below(request.host_room - SPARE_HOST_BYTES)
+        request = replace(request, config=replace(request.config, host_memory=there))
+    if "gpu_memory" in limits:
+        unlimited, _ = place(replace(request, config=replace(request.config, gpu_memory=1 << 62)))
+        # A limit that someone has set is not lowered for states that come after the first step, so this one is.
+        there = size_below(unlimited.gpu_bytes - request.optimizer_bytes)
+        request = replace(request, config=replace(request.config, gpu_memory=there))
+    return request
+
+
+def size_below(num_bytes: int) -> str | int:
+    """A size in four digits that is no more than this: 114.3GiB."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            scale = 10 ** max(0, 4 - len(str(num_bytes // size)))
+            return f"{num_bytes * scale // size / scale:.10g}{unit}"
+    return 0
 
 
 def _without_sums(request: Request) -> Request:

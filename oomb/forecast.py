@@ -14,7 +14,7 @@ from math import exp
 
 import torch
 
-from oomb.advice import advice, longest_context
+from oomb.advice import longest_context
 from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory import GAPS, GPU, HOST
 from oomb.metrics import GIB
@@ -133,7 +133,6 @@ class Plan:
     """0: not even one chunk fits. None: no limit was found."""
     problem: str | None
     """Why it does not fit. The terms are then those it would need."""
-    advice: str | None
 
     @property
     def fits(self) -> bool:
@@ -192,7 +191,6 @@ def forecast(
         seconds=predict_seconds(request, placement, machine),
         longest_context=longest_context(request),
         problem=problem,
-        advice=advice(request) if problem is not None else None,
     )
 
 
@@ -331,9 +329,13 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     chunk, first = request.config.chunk_size, placement.gpu_tokens
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
+    chosen = (0.0, 0.0)
+    if request.sparse_layers:
+        # The same for all of them.
+        chosen = _tokens_chosen(request, first), _tokens_chosen(request, placement.gpu_grad_tokens)
     for index, ((kv, grad, out), layer) in enumerate(zip(request.rows(), request.facts.layers)):
         if index in request.sparse_layers:
-            seen, seen_grad = (_tokens_chosen(request, at) for at in (first, placement.gpu_grad_tokens))
+            seen, seen_grad = chosen
         else:
             seen = seen_grad = _tokens_read(chunk, placement.capacity, first, layer.window)
         fill_loads += kv * seen

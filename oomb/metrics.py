@@ -156,6 +156,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def duration(seconds_taken: float) -> str:
+    """Seconds for a person, of short ones milliseconds."""
+    return f"{1000 * seconds_taken:.3g} ms" if seconds_taken < 0.9995 else seconds(seconds_taken)
+
+
 def seconds(duration: float) -> str:
     """Seconds for a person: "2 m 05 s"."""
     if duration < 60:

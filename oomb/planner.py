@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from oomb.facts import facts_of
 from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
 from oomb.memory import GPU, HOST, free_host_bytes
 from oomb.plan import MARGIN, ModelFacts, Term, place
+from oomb.recipe import Answer, answer
 from oomb.refusals import UnsupportedModelError, unwrap
 
 TIERS = {GPU: "GPU", HOST: "host"}
@@ -53,6 +55,8 @@ class Forecast:
     plan: Plan
     positions: int | None
     """How many positions the model was made for."""
+    answer: Answer
+    """What to change if it does not fit, or takes long."""
 
     @property
     def title(self) -> str:
@@ -99,7 +103,7 @@ class Forecast:
         if plan.seconds is not None and plan.fits:
             rate = plan.length * plan.batch_size / plan.seconds
             source = "" if plan.machine.is_measured else "; scaled from an H200 by datasheet rates, not measured"
-            lines.append(f"time of a step: about {duration(plan.seconds)}, {rate:,.0f} tokens/s{source}")
+            lines.append(f"time of a step: about {metrics.duration(plan.seconds)}, {rate:,.0f} tokens/s{source}")
         elif plan.fits:
             lines.append("time of a step: not predicted, since the rates of this GPU are not known")
         longest = {None: "no limit found", 0: "none"}.get(plan.longest_context, f"{plan.longest_context or 0:,} tokens")
@@ -118,10 +122,10 @@ class Forecast:
                 "before training on more[/]"
             )
         if plan.problem is not None:
-            lines.append(f"[bold red]{escape(plan.problem)}[/] {escape(plan.advice or '')}")
+            lines.append(f"[bold red]{escape(plan.problem)}[/]")
         else:
             lines.append("[bold green]fits[/]")
-        return lines
+        return [*lines, *map(escape, self.answer.lines())]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -137,7 +141,6 @@ class Forecast:
             "machine": {**asdict(plan.machine), "usable_gpu_bytes": plan.gpu_limit},
             "fits": plan.fits,
             "problem": plan.problem,
-            "advice": plan.advice,
             "peak_gpu_bytes": plan.peak_gpu_bytes,
             "host_bytes": plan.host_bytes,
             "longest_context": plan.longest_context,
@@ -147,6 +150,7 @@ class Forecast:
             "placement": {k: v for k, v in asdict(plan.placement).items() if k != "terms"},
             "terms": [asdict(term) for term in plan.terms],
             "facts": asdict(self.facts),
+            **self.answer.as_dict(),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -233,13 +237,20 @@ def plan(
     model_config = presets.load_config(model)
     precision = presets.resolve_dtype(dtype, torch.device("cuda"))
     facts = facts_for(model, dtype=dtype, lora=lora, config=model_config)
+    asked = forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer)
+
+    def adapted() -> ModelFacts | None:
+        return facts_for(model, dtype=dtype, lora=True, config=model_config) if find_spec("peft") else None
+
+    name = str(precision).removeprefix("torch.")
     return Forecast(
         model=model,
-        dtype=str(precision).removeprefix("torch."),
+        dtype=name,
         lora=lora,
         facts=facts,
-        plan=forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer),
+        plan=asked,
         positions=presets.positions_of(model_config),
+        answer=answer(model, name, lora, facts, asked, adapted),
     )
 
 
@@ -305,11 +316,6 @@ def check_plotting(path: str | Path, option: str = "--plot") -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError(f"{option} needs matplotlib: pip install 'oomb[plot]'") from None
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person, of short ones milliseconds."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else metrics.seconds(seconds)
 
 
 def short_tokens(tokens: float) -> str:
