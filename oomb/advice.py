@@ -116,14 +116,13 @@ def fewest(options: Sequence[Option], fits: Callable[[Settings], bool]) -> Setti
     for setting in dict.fromkeys(option.setting for option in reversed(ordered)):
         without = {name: value for name, value in chosen.items() if name != setting}
         milder = [{**chosen, setting: option.value} for option in ordered if option.setting == setting]
-        chosen = next(settings for settings in (without, *milder, chosen) if fits(settings))
+        chosen = next((some for some in (without, *milder) if some != chosen and fits(some)), chosen)
     return chosen
 
 
-def furthest(options: Sequence[Option], reach: Callable[[Settings], int | None]) -> tuple[int, Settings]:
-    """The longest context that any of these settings reach, and all of those that do. `reach`: None is no limit."""
-    reached = [(LONGEST if (length := reach(some)) is None else length, some) for some in leanest(options)]
-    return max(reached, key=lambda pair: pair[0])
+def furthest(options: Sequence[Option], reach: Callable[[Settings], int | None]) -> int:
+    """The longest context that any of these settings reach. `reach`: None is no limit."""
+    return max(LONGEST if (length := reach(settings)) is None else length for settings in leanest(options))
 
 
 def leanest(options: Sequence[Option]) -> Iterator[Settings]:
@@ -147,7 +146,7 @@ def advice(request: Request) -> str:
         also = f", or with {enough}" if enough and "host_memory" not in chosen else ""
         return f"{text}It fits with {_named(request, chosen)}{also}."
     text += f"No setting makes {request.length:,} tokens fit here." + (f" It fits with {enough}." if enough else "")
-    most, _ = furthest(options, lambda settings: longest_context(changed(request, settings)))
+    most = furthest(options, lambda settings: longest_context(changed(request, settings)))
     if most > (longest or 0):
         shorter = replace(request, length=most)
         chosen = fewest(options, lambda settings: place(changed(shorter, settings))[1] is None) or {}

@@ -17,7 +17,7 @@ import torch
 from oomb.advice import longest_context
 from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory import GAPS, GPU, HOST
-from oomb.metrics import GIB
+from oomb.metrics import GIB, duration
 from oomb.moments import field_sizes
 from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
 
@@ -61,6 +61,8 @@ RANKING_TFLOPS, RANKED_QUERIES = 185, 16
 """Rate at which pages are ranked: 0.65 ms for 8192 pages, a chunk of 4096 and 28 heads of 128; and queries of a tile
 that are asked."""
 MEASURED_ON = "H200"
+SHORTEST_CHUNK = 4096
+"""Rates were measured with chunks of so many tokens or more. Shorter ones leave matrix units idle."""
 LINK_BYTES_PER_SECOND = 45e9
 """Host memory to GPU and back at the same time, each way, over PCIe 5 (H200: 47 alone, less beside computation)."""
 PCIE_4 = ("A100", "L40S", "RTX 4090", "RTX 3090")
@@ -157,6 +159,16 @@ class Plan:
         """What may be taken of the host's memory, optimizer states included."""
         states = sum(term.num_bytes for term in self.terms if (term.name, term.tier) == (STATES, HOST))
         return states + host_budget(self.config, max(0, self.machine.host_bytes - states))
+
+    @property
+    def pace(self) -> str:
+        """Time of a step for a person, where one is predicted."""
+        assert self.seconds is not None
+        # The rates are those of longer chunks.
+        is_short = self.config.chunk_size < SHORTEST_CHUNK and self.length > self.config.chunk_size
+        words = "more than" if is_short else "about"
+        text = f"{words} {duration(self.seconds)}, {self.length * self.batch_size / self.seconds:,.0f} tokens/s"
+        return text if self.machine.is_measured else f"{text}; scaled from an H200 by datasheet rates, not measured"
 
     @property
     def page_limit(self) -> int:

@@ -101,9 +101,7 @@ class Forecast:
             f"optimizer {plan.optimizer}"
         ]
         if plan.seconds is not None and plan.fits:
-            rate = plan.length * plan.batch_size / plan.seconds
-            source = "" if plan.machine.is_measured else "; scaled from an H200 by datasheet rates, not measured"
-            lines.append(f"time of a step: about {metrics.duration(plan.seconds)}, {rate:,.0f} tokens/s{source}")
+            lines.append(f"time of a step: {plan.pace}")
         elif plan.fits:
             lines.append("time of a step: not predicted, since the rates of this GPU are not known")
         longest = {None: "no limit found", 0: "none"}.get(plan.longest_context, f"{plan.longest_context or 0:,} tokens")

@@ -28,8 +28,8 @@ from oomb.advice import (
     to_the_brim,
 )
 from oomb.config import Config
-from oomb.forecast import CARDS, OFFLOADED_STATES, Plan, forecast, request_for, state_bytes
-from oomb.metrics import GIB, duration, gib
+from oomb.forecast import CARDS, OFFLOADED_STATES, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
+from oomb.metrics import GIB, gib
 from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place
 
@@ -37,13 +37,15 @@ SLOW_SECONDS, SPEED_UP = 3600, 3
 """Chosen pages are brought up where a step takes longer, and would be so many times as fast with them."""
 CHOSEN_PAGES: Settings = {"page_budget": 64, "page_size": 128}
 """The setting that was measured."""
+WORTHWHILE = 0.95
+"""A context counts as the longest if no further setting adds more than the rest of it."""
 LARGEST_GPU_BYTES = 1 << 50
 """The memory that is missing of a GPU is not searched beyond this."""
 
 MEANINGS = {
     "lora": "adapters are trained and the weights are frozen",
-    "host_memory": f"all of the free host memory but {SPARE_HOST_BYTES >> 30} GiB",
-    "gpu_memory": "all of the GPU that is left beside the rest",
+    "host_memory": f"all host memory that is left, but {SPARE_HOST_BYTES >> 30} GiB",
+    "gpu_memory": "all GPU memory that is left beside the rest",
     "keep_attention": "attention is computed again in the gradient pass: slower",
     "checkpoint_layers": "layers are computed again in the gradient pass: slower",
     "chunk_size": "shorter chunks: slower",
@@ -135,11 +137,11 @@ class Recipe:
     def takes(self) -> str:
         """Memory and time of a step."""
         plan = self.plan
-        text = f"{gib(plan.peak_gpu_bytes)} of GPU memory, {gib(plan.host_bytes)} of host memory"
-        if plan.seconds is not None:
-            rate = plan.length * plan.batch_size / plan.seconds
-            text += f" and about {duration(plan.seconds)} a step ({rate:,.0f} tokens/s)"
-        return text
+        text = (
+            f"{gib(plan.peak_gpu_bytes)} of {gib(plan.gpu_limit)} usable GPU memory, {gib(plan.host_bytes)} of "
+            f"{gib(plan.machine.host_bytes)} free host memory"
+        )
+        return text if plan.seconds is None else f"{text}; a step takes {plan.pace}"
 
     def lines(self) -> list[str]:
         """The settings one by one, what they come to, and how to use them."""
@@ -157,6 +159,7 @@ class Recipe:
         """Plain values, for JSON."""
         return {
             "context": self.plan.length,
+            "machine": asdict(self.plan.machine),
             "changes": self.changes,
             "settings": asdict(self.plan.config),
             "lora": self.lora,
@@ -182,15 +185,15 @@ class Answer:
     """Training that does not reach this context by any settings, at the longest one that it reaches."""
     faster: Recipe | None = None
     """Fits as asked, but takes long: with chosen pages."""
-    host_bytes: int | None = None
-    """Nothing makes it fit: the free host memory with which settings would."""
-    gpu_bytes: int | None = None
-    """The same where it is the GPU that is too small, beside such a host."""
+    elsewhere: Recipe | None = None
+    """Nothing makes it fit: on a machine with the host memory that is missing, or if no host is enough, the GPU's."""
+    wants_peft: bool = False
+    """LoRA might have helped and could not be tried."""
 
     def lines(self) -> list[str]:
         lines = []
         if self.recipe is not None:
-            lines += ["It fits with", *self.recipe.lines()]
+            lines += ["It fits with:", *self.recipe.lines()]
             if self.exact is not None:
                 flags = " ".join(self.exact.flags)
                 lines.append(f"With attention to all of the past, it takes {self.exact.takes}: {flags}")
@@ -199,23 +202,26 @@ class Answer:
             lines.append(
                 f"{kind} reaches {recipe.plan.length:,} tokens{f' with {flags}' if flags else ''}: {recipe.takes}."
             )
-        if self.gpu_bytes is not None:
-            lines.append(f"No setting makes it fit. It takes a GPU of {gib(self.gpu_bytes + GIB / 200)} or more.")
-        elif self.host_bytes is not None:
-            lines.append(f"No setting makes it fit. It takes {gib(self.host_bytes + GIB / 200)} of free host memory.")
+        if self.elsewhere is not None:
+            machine, asked = self.elsewhere.plan.machine, self.elsewhere.asked.machine
+            memory = f"a GPU of {gib(machine.gpu_bytes + GIB / 200)}"
+            if machine.gpu_bytes == asked.gpu_bytes:
+                memory = f"{gib(machine.host_bytes + GIB / 200)} of free host memory"
+            flags = " ".join(self.elsewhere.flags)
+            lines.append(f"No setting makes it fit here. It takes {memory}{f', with {flags}' if flags else ''}.")
+        if self.wants_peft:
+            lines.append("LoRA takes less, and is tried where peft is installed: pip install 'oomb[peft]'.")
         if self.faster is not None:
-            saved = f"about {duration(self.faster.plan.seconds or 0)} with {' '.join(self.faster.flags)}"
-            lines.append(f"A step takes {saved}: each tile of queries then reads chosen pages, an approximation.")
+            flags, pace = " ".join(self.faster.flags), self.faster.plan.pace
+            lines.append(f"With {flags} it takes {pace}: attention to chosen pages, an approximation.")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        found = {name: getattr(self, name) for name in ("recipe", "exact", "faster")}
+        found = {name: getattr(self, name) for name in ("recipe", "exact", "faster", "elsewhere")}
         return {
             **{name: recipe and recipe.as_dict() for name, recipe in found.items()},
             "longest": [recipe.as_dict() for recipe in self.longest],
-            "needed_host_bytes": self.host_bytes,
-            "needed_gpu_bytes": self.gpu_bytes,
         }
 
 
@@ -228,31 +234,37 @@ class Search:
     lora: bool
     was_lora: bool
     facts: ModelFacts
+    machine: Machine
     asked: Plan
 
-    def recipe(self, config: Config, length: int | None = None) -> Recipe | None:
-        """The least that must change for a context, beside what `config` changes already. None if nothing does."""
-        length = self.asked.length if length is None else length
-        settings = fewest(
-            self.options(config), lambda settings: place(self.request(config, settings, length))[1] is None
-        )
-        return None if settings is None else self._planned(config, settings, length)
+    def start(self) -> Config:
+        """The settings to begin with: as asked, or with chosen pages where they make all the difference in time."""
+        asked = self.asked
+        if not is_slow(asked) or (config := chosen_pages(asked.config)) is None:
+            return asked.config
+        request = self.request(config, {}, asked.length)
+        # That it need not fit makes little difference: most of the time is arithmetic.
+        quick = predict_seconds(request, place(request)[0], self.machine)
+        return config if SPEED_UP * (quick or 0) < (asked.seconds or 0) else asked.config
+
+    def recipe(self, config: Config) -> Recipe | None:
+        """The least that must change beside `config`. None if nothing makes it fit."""
+        settings = fewest(self.options(config), lambda some: self._fits(config, some, self.asked.length))
+        return None if settings is None else self._planned(config, settings, self.asked.length)
 
     def longest(self, config: Config) -> Recipe | None:
-        """The same for the longest context there is settings for."""
-        length, _ = furthest(
-            self.options(config),
-            lambda settings: longest_context(self.request(config, settings, self.asked.length)),
-        )
-        return self.recipe(config, length) if length > 1 else None
+        """The same for a context that is the longest but for a little, which no further setting is worth."""
+        asked, options = self.asked.length, self.options(config)
+        most = furthest(options, lambda some: longest_context(_leaner(self.request(config, some, asked))))
+        worth = max(2, int(WORTHWHILE * most))
+        settings = fewest(options, lambda some: self._fits(config, some, worth)) if most else None
+        if settings is None:
+            return None
+        length = longest_context(self.request(config, settings, worth)) or worth
+        return self._planned(config, settings, length if self._fits(config, settings, length) else worth)
 
-    def quick(self, find: Callable[[Config], Recipe | None]) -> tuple[Recipe | None, Recipe | None]:
-        """What `find` finds; and where a step takes long, the same with chosen pages first."""
-        exact, config = find(self.asked.config), chosen_pages(self.asked.config)
-        if exact is None or config is None or not is_slow(exact.plan):
-            return exact, None
-        quick = find(config)
-        return (quick, exact) if quick is not None and is_faster(quick.plan, exact.plan) else (exact, None)
+    def _fits(self, config: Config, settings: Settings, length: int) -> bool:
+        return place(self.request(config, settings, length))[1] is None
 
     def options(self, config: Config) -> list[Option]:
         asked, facts = self.asked.optimizer, self.facts
@@ -275,7 +287,7 @@ class Search:
         request = request_for(
             self.facts,
             replace(config, **plain),
-            self.asked.machine,
+            self.machine,
             batch_size=self.asked.batch_size,
             length=length,
             optimizer=settings.get("optimizer", self.asked.optimizer),
@@ -284,67 +296,63 @@ class Search:
         return to_the_brim(request, [name for name, value in settings.items() if value == BRIM])
 
     def _planned(self, config: Config, settings: Settings, length: int) -> Recipe:
-        plan = forecast(
-            self.facts,
-            self.request(config, settings, length).config,
-            self.asked.machine,
-            batch_size=self.asked.batch_size,
-            length=length,
-            optimizer=settings.get("optimizer", self.asked.optimizer),
-        )
+        config = self.request(config, settings, length).config
         return Recipe(
-            model=self.model, dtype=self.dtype, lora=self.lora, was_lora=self.was_lora, asked=self.asked, plan=plan
+            model=self.model,
+            dtype=self.dtype,
+            lora=self.lora,
+            was_lora=self.was_lora,
+            asked=self.asked,
+            plan=self._plan(config, settings.get("optimizer", self.asked.optimizer), length),
         )
 
-    def missing(self) -> dict[str, int]:
-        """The host memory that would do beside the leanest settings; or the GPU's, if no host is enough."""
-        config = chosen_pages(self.asked.config) if is_slow(self.asked) else None
-        config = self.asked.config if config is None else config
-        settings = next(leanest(self.options(config)))
+    def _plan(self, config: Config, optimizer: str, length: int) -> Plan:
+        batch_size = self.asked.batch_size
+        return forecast(self.facts, config, self.machine, batch_size=batch_size, length=length, optimizer=optimizer)
+
+    def elsewhere(self, config: Config) -> Recipe | None:
+        """The recipe on a machine that is just large enough: in host memory, or if no host is, in GPU memory."""
+        here, settings = self.asked.machine, next(leanest(self.options(config)))
         enough = enough_host_bytes(self.request(config, settings, self.asked.length))
         if enough is not None:
-            # To the brim of that host, in a size of four digits, or with the margin of "auto".
+            # To the brim of that host, or with the margin of "auto".
             states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
-            return {"host_bytes": states + min(enough, int(1.001 * MARGIN * enough) + SPARE_HOST_BYTES)}
-        small, large = self.asked.machine.gpu_bytes, LARGEST_GPU_BYTES
+            host_bytes = states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE)
+            return replace(self, machine=replace(here, host_bytes=host_bytes)).recipe(config)
+        small, large = here.gpu_bytes, LARGEST_GPU_BYTES
         while large - small > GIB // 100:
             middle = (small + large) // 2
-            small, large = (small, middle) if self._fits_on(middle, config) else (middle, large)
-        return {"gpu_bytes": large}
-
-    def _fits_on(self, gpu_bytes: int, config: Config) -> bool:
-        machine = replace(self.asked.machine, gpu_bytes=gpu_bytes)
-        search = replace(self, asked=replace(self.asked, machine=machine))
-        return any(
-            place(search.request(config, settings, self.asked.length))[1] is None
-            for settings in leanest(search.options(config))
-        )
+            there = replace(self, machine=replace(here, gpu_bytes=middle))
+            is_enough = any(there._fits(config, some, self.asked.length) for some in leanest(there.options(config)))
+            small, large = (small, middle) if is_enough else (middle, large)
+        return replace(self, machine=replace(here, gpu_bytes=large)).recipe(config)
 
 
 def answer(
     model: str, dtype: str, lora: bool, facts: ModelFacts, asked: Plan, adapted: Callable[[], ModelFacts | None]
 ) -> Answer:
     """What to tell about a plan. `adapted` gives the facts of the model with LoRA, if that can be had."""
-    search = Search(model=model, dtype=dtype, lora=lora, was_lora=lora, facts=facts, asked=asked)
+    search = Search(model=model, dtype=dtype, lora=lora, was_lora=lora, facts=facts, machine=asked.machine, asked=asked)
     if facts.num_positions is not None and asked.length > facts.num_positions:
         return Answer()
+    config = search.start()
     if asked.fits:
-        quick, exact = search.quick(search.recipe) if is_slow(asked) else (None, None)
-        return Answer(faster=None if exact is None else quick)
-    recipe, exact = search.quick(search.recipe)
-    if recipe is not None:
-        return Answer(recipe=recipe, exact=exact)
-    longest = [search.quick(search.longest)[0]]
-    with_lora = None if lora else adapted()
-    if with_lora is not None:
-        search = replace(search, lora=True, facts=with_lora)
-        recipe, exact = search.quick(search.recipe)
-        longest += [search.quick(search.longest)[0]] if recipe is None else []
+        return Answer(faster=search.recipe(config) if config != asked.config else None)
+    recipe, longest, wants_peft = search.recipe(config), [], False
+    if recipe is None:
+        longest.append(search.longest(config))
+        with_lora = None if lora else adapted()
+        wants_peft = with_lora is None and not lora
+        if with_lora is not None:
+            search = replace(search, lora=True, facts=with_lora)
+            recipe = search.recipe(config)
+            longest += [search.longest(config)] if recipe is None else []
     return Answer(
         recipe=recipe,
-        exact=exact,
+        exact=search.recipe(asked.config) if recipe is not None and config != asked.config else None,
         longest=tuple(found for found in longest if found is not None),
-        **({} if recipe is not None else search.missing()),
+        elsewhere=search.elsewhere(config) if recipe is None else None,
+        wants_peft=wants_peft,
     )
 
 
@@ -352,17 +360,18 @@ def is_slow(plan: Plan) -> bool:
     return plan.config.page_budget is None and plan.seconds is not None and plan.seconds > SLOW_SECONDS
 
 
-def is_faster(plan: Plan, other: Plan) -> bool:
-    """By as much as makes a difference, for a token."""
-    pace, before = ((x.seconds or 0) / x.length for x in (plan, other))
-    return SPEED_UP * pace < before
-
-
 def chosen_pages(config: Config) -> Config | None:
     """The same with chosen pages, where they are not chosen yet and chunks are whole pages."""
     if config.page_budget is not None or config.chunk_size % CHOSEN_PAGES["page_size"]:
         return None
     return replace(config, **CHOSEN_PAGES)
+
+
+def _leaner(request: Request) -> Request:
+    """With all that "auto" can save, which is quicker to plan."""
+    config = request.config
+    checkpoint, keeps = config.checkpoint_layers is not False, config.keep_attention is True
+    return replace(request, config=replace(config, checkpoint_layers=checkpoint, keep_attention=keeps))
 
 
 def _unusual(config: Config) -> Settings:

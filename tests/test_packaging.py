@@ -46,6 +46,7 @@ LAYERS = [
     {"plan", "model", "optim", "documents"},
     {"facts", "advice"},
     {"forecast"},
+    {"recipe"},
     {"budget", "planner", "panel"},
     {"engine"},
     {"trainer", "verify", "bench", "progress", "selection", "evaluate", "report"},

@@ -59,8 +59,10 @@ def plan(
 
     [bold]oomb plan --model qwen2.5-7b --context 1M --gpu H200 --host 512GiB[/]
 
-    --gpu and --host describe the machine; --gpu_memory and --host_memory are settings of training on it. Ends with exit
-    code 0 if it fits, 1 if it does not, 2 for bad input.
+    --gpu and --host describe the machine; --gpu_memory and --host_memory are settings of training on it. If a context
+    does not fit as asked, it says with which settings it does and what a step then takes, or how far they reach.
+
+    Exit code: 0 if it fits as asked, 1 if it does not, with other settings or at all, 2 for bad input.
     """
     with one_clear_message():
         settings = engine_settings(engine)
