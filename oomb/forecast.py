@@ -73,6 +73,8 @@ CONTEXT_BYTES = GIB // 2
 STATES = "optimizer states"
 WORKSPACE_BYTES = 80 << 20
 """cuBLAS and the like: 0.06 GiB beside the weights of Llama-3.1-8B and Qwen2.5-0.5B, 0.04 to 0.10 of Qwen2.5-7B."""
+MOST_CHUNKS = 1 << 13
+"""Chunks that are looked at one by one."""
 SUMS_SHARE = 0.25
 """float32 sums are chosen where they take at most this share of the GPU, as `oomb.grads` has it."""
 
@@ -365,10 +367,14 @@ def _tokens_chosen(request: Request, first: int) -> float:
     config = request.config
     assert config.page_budget is not None
     drawn = request.batch_size * -(-config.chunk_size // TILE_SIZE) * config.page_budget
-    total = 0.0
-    for start in range(config.chunk_size, request.capacity + 1, config.chunk_size):
+    count, total = request.capacity // config.chunk_size, 0.0
+    stride = -(-count // MOST_CHUNKS) or 1
+    for index in range(1, count + 1, stride):
+        # Of very many chunks one stands for its neighbours.
+        alike = min(stride, count + 1 - index)
+        start = (index + (alike - 1) / 2) * config.chunk_size
         pages, away = start / config.page_size, max(0, start - first) / config.page_size
-        total += away * (1 - exp(-drawn / pages)) if pages > config.page_budget else away
+        total += alike * (away * (1 - exp(-drawn / pages)) if pages > config.page_budget else away)
     return total * config.page_size
 
 

@@ -250,7 +250,9 @@ class Search:
     def recipe(self, config: Config) -> Recipe | None:
         """The least that must change beside `config`. None if nothing makes it fit."""
         settings = fewest(self.options(config), lambda some: self._fits(config, some, self.asked.length))
-        return None if settings is None else self._planned(config, settings, self.asked.length)
+        if settings is None:
+            return None
+        return self._planned(self.request(config, settings, self.asked.length).config, settings, self.asked.length)
 
     def longest(self, config: Config) -> Recipe | None:
         """The same for a context that is the longest but for a little, which no further setting is worth."""
@@ -260,8 +262,8 @@ class Search:
         settings = fewest(options, lambda some: self._fits(config, some, worth)) if most else None
         if settings is None:
             return None
-        length = longest_context(self.request(config, settings, worth)) or worth
-        return self._planned(config, settings, length if self._fits(config, settings, length) else worth)
+        request = self.request(config, settings, worth)
+        return self._planned(request.config, settings, longest_context(request) or worth)
 
     def _fits(self, config: Config, settings: Settings, length: int) -> bool:
         return place(self.request(config, settings, length))[1] is None
@@ -296,7 +298,6 @@ class Search:
         return to_the_brim(request, [name for name, value in settings.items() if value == BRIM])
 
     def _planned(self, config: Config, settings: Settings, length: int) -> Recipe:
-        config = self.request(config, settings, length).config
         return Recipe(
             model=self.model,
             dtype=self.dtype,
@@ -338,19 +339,24 @@ def answer(
     config = search.start()
     if asked.fits:
         return Answer(faster=search.recipe(config) if config != asked.config else None)
-    recipe, longest, wants_peft = search.recipe(config), [], False
+    recipe, wants_peft = search.recipe(config), False
+    longest: list[Recipe] = []
     if recipe is None:
-        longest.append(search.longest(config))
+        longest = [found for found in (search.longest(config),) if found is not None]
         with_lora = None if lora else adapted()
         wants_peft = with_lora is None and not lora
         if with_lora is not None:
-            search = replace(search, lora=True, facts=with_lora)
-            recipe = search.recipe(config)
-            longest += [search.longest(config)] if recipe is None else []
+            leaner = replace(search, lora=True, facts=with_lora)
+            recipe = leaner.recipe(config)
+            reached = leaner.longest(config) if recipe is None else None
+            # Adapters take more of a small model's activations than they save elsewhere.
+            further = reached is not None and all(found.plan.length < reached.plan.length for found in longest)
+            longest += [reached] if reached is not None and further else []
+            search = leaner if recipe is not None or further or not longest else search
     return Answer(
         recipe=recipe,
         exact=search.recipe(asked.config) if recipe is not None and config != asked.config else None,
-        longest=tuple(found for found in longest if found is not None),
+        longest=tuple(longest),
         elsewhere=search.elsewhere(config) if recipe is None else None,
         wants_peft=wants_peft,
     )

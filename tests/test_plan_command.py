@@ -42,7 +42,7 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     small = ["--model", "qwen2.5-7b", "--context", "64K", "--host", "32GiB"]
     result = invoke("plan", *small, "--gpu", "24GiB")
     assert result.exit_code == 1
-    assert "65,536 tokens do not fit" in result.output and "It fits with LoRA (a PEFT model;" in result.output
+    assert "65,536 tokens do not fit" in result.output and "It fits with:\n  --lora  adapters" in result.output
     lora = invoke("plan", *small, "--gpu", "24GiB", "--lora")
     assert lora.exit_code == 0 and "not predicted" in lora.output
     assert "scaled from an H200" in invoke("plan", *small, "--gpu", "rtx 4090", "--lora").output
