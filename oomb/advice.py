@@ -239,18 +239,17 @@ def to_the_brim(request: Request, limits: Collection[str]) -> Request:
     if "gpu_memory" in limits:
         unlimited, _ = place(replace(request, config=replace(request.config, gpu_memory=1 << 62)))
         # A limit that someone has set is not lowered for states that come after the first step, so this one is.
-        left = unlimited.gpu_bytes - request.optimizer_bytes
-        there = four_digits(left, up=unlimited.host_bytes == request.optimizer_bytes == 0)
+        there = four_digits(int(request.room) - unlimited.needed_bytes - request.optimizer_bytes)
         request = replace(request, config=replace(request.config, gpu_memory=there))
     return request
 
 
-def four_digits(num_bytes: int, up: bool = False) -> str | int:
-    """The next size in four digits that is no more than this, or no less: 114.3GiB."""
+def four_digits(num_bytes: int) -> str | int:
+    """The next size in four digits that is no more than this: 114.3GiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             scale = 10 ** max(0, 4 - len(str(num_bytes // size)))
-            return f"{(num_bytes * scale // size + up) / scale:.10g}{unit}"
+            return f"{num_bytes * scale // size / scale:.10g}{unit}"
     return max(0, num_bytes)
 
 

@@ -17,7 +17,7 @@ import torch
 from oomb.advice import longest_context
 from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory import GAPS, GPU, HOST
-from oomb.metrics import GIB, duration
+from oomb.metrics import GIB, duration, gib
 from oomb.moments import field_sizes
 from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
 
@@ -193,6 +193,9 @@ def forecast(
         facts, config, machine, batch_size=batch_size, length=length, optimizer=optimizer, trains=trains
     )
     placement, problem = place(request)
+    if problem is not None and request.host_room < 0:
+        states, free = gib(machine.host_bytes - request.host_room), gib(machine.host_bytes)
+        problem = f"{length:,} tokens do not fit: the {STATES} take {states} of host memory, and {free} are free."
     return Plan(
         machine=machine,
         config=config,
@@ -229,7 +232,8 @@ def request_for(
         float32_sums=float32_sums,
         fused=config.fuse != "off",
         gpu_room=usable_bytes(machine) - facts.weight_bytes - WORKSPACE_BYTES,
-        host_room=max(0, machine.host_bytes - on_host),
+        # Less than nothing, where the states alone do not fit: then nothing does.
+        host_room=machine.host_bytes - on_host,
         missing_grad_bytes=facts.missing_grad_bytes(float32_sums),
         # What a training run must fit is its second step.
         state_bytes=on_gpu,

@@ -204,11 +204,13 @@ class Answer:
             )
         if self.elsewhere is not None:
             machine, asked = self.elsewhere.plan.machine, self.elsewhere.asked.machine
-            memory = f"a GPU of {gib(machine.gpu_bytes + GIB / 200)}"
-            if machine.gpu_bytes == asked.gpu_bytes:
-                memory = f"{gib(machine.host_bytes + GIB / 200)} of free host memory"
-            flags = " ".join(self.elsewhere.flags)
-            lines.append(f"No setting makes it fit here. It takes {memory}{f', with {flags}' if flags else ''}.")
+            memory = []
+            if machine.gpu_bytes > asked.gpu_bytes:
+                memory.append(f"a GPU of {gib(machine.gpu_bytes + GIB / 200)}")
+            if machine.host_bytes > asked.host_bytes:
+                memory.append(f"{gib(machine.host_bytes + GIB / 200)} of free host memory")
+            flags = f", with {' '.join(self.elsewhere.flags)}" if self.elsewhere.flags else ""
+            lines.append(f"No setting makes it fit here. It takes {' and '.join(memory)}{flags}.")
         if self.wants_peft:
             lines.append("LoRA takes less, and is tried where peft is installed: pip install 'oomb[peft]'.")
         if self.faster is not None:
@@ -315,11 +317,12 @@ class Search:
         """The recipe on a machine that is just large enough: in host memory, or if no host is, in GPU memory."""
         here, settings = self.asked.machine, next(leanest(self.options(config)))
         enough = enough_host_bytes(self.request(config, settings, self.asked.length))
+        states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
         if enough is not None:
             # To the brim of that host, or with the margin of "auto".
-            states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
             host_bytes = states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE)
             return replace(self, machine=replace(here, host_bytes=host_bytes)).recipe(config)
+        here = replace(here, host_bytes=max(here.host_bytes, states))
         small, large = here.gpu_bytes, LARGEST_GPU_BYTES
         while large - small > GIB // 100:
             middle = (small + large) // 2
