@@ -29,6 +29,7 @@ DOCS = ROOT / "docs"
 HUB_IDS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B")
 SHORT_RUN = "--chunk_size 128 --learning_rate 1e-2 --sample_tokens 0 --device cpu"
 STOP_AFTER = 3
+DOES_NOT_FIT = ("does not fit", "", "")
 
 
 @pytest.fixture
@@ -109,6 +110,8 @@ def test_the_tutorial_leads_to_a_model(here: Path, monkeypatch: pytest.MonkeyPat
         "train": [("32K", f"512 {SHORT_RUN}"), ("--save_steps 50", "--save_steps 2 --max_steps 5")],
         "report": [],
     }
+    small_card = planned("--context 32K --gpu 8GiB --host 16GiB --model qwen2.5-0.5b --lora")
+    assert f"takes {small_card[0]} of an 8 GiB card" in page.read_text()
     names: dict[str, Any] = {}
     done = []
     for language, text in blocks(page):
@@ -149,7 +152,7 @@ def planned(flags: str) -> tuple[str, str, str]:
     assert result.exit_code in (0, 1), result.output
     plan = json.loads(Path("plan.json").read_text())
     if not plan["fits"]:
-        return "does not fit", "", ""
+        return DOES_NOT_FIT
     gpu, host = (f"{plan[key] / 2**30:.1f} GiB" for key in ("peak_gpu_bytes", "host_bytes"))
     return gpu, host, f"{plan['longest_context']:,}"
 
@@ -227,6 +230,9 @@ def test_a_full_fine_tune(here: Path) -> None:
     numbers = planner.facts_for("qwen2.5-7b", dtype="bfloat16", lora=False, config=None).trainable_elements
     text = page.read_text()
     assert f"{4 * numbers / 2**30:.1f} GiB for\n  Qwen2.5-7B" in text
+    assert 256 - 4 * numbers / 2**30 == pytest.approx(227, abs=1)
+    planned_train = "--context 128K --gpu H100 --host 227GiB --optimizer offloaded_adamw --param_grad_dtype float32"
+    assert planned(planned_train) != DOES_NOT_FIT
     assert f"{14 * numbers / 2**30:.0f} GiB for Qwen2.5-7B" in text
 
 

@@ -345,6 +345,11 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_headings_as_links_name_them(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# A page\n## Contexts beyond the model's range\n## 8-bit `pages`, 2.5 GiB?\n")
+    assert anchors(tmp_path / "page.md") == {"a-page", "contexts-beyond-the-models-range", "8-bit-pages-25-gib"}
+
+
 def test_the_documents_list_every_preset() -> None:
     assert all(f"`{name}`" in (ROOT / "README.md").read_text() for name in presets.PRESETS)
 
