@@ -157,6 +157,7 @@ def test_a_model_that_looks_back_finds_all_needles_and_none_without_them(text: T
     found = needle_scores(reader, build_haystacks(text, None, PROBE), PROBE).as_dict()
     assert found["accuracy"] == found["exact"] == 1.0
     assert found["gain"] > 10
+    assert found["share"] > 0.999
     # With no needles all candidates are alike, and a tie is worth its share.
     assert found["control_accuracy"] == found["chance"] == 0.25
     assert found["count"] == 2 * 3
@@ -174,6 +175,8 @@ def test_a_model_that_ignores_the_names_is_right_by_chance(text: Tensor) -> None
     found = needle_scores(reader, build_haystacks(text, None, probe), probe)
     error = math.sqrt(found.chance * (1 - found.chance) / len(found.answers))
     assert abs(found.accuracy - found.chance) < 3 * error
+    shares = torch.tensor([answer.share for answer in found.answers])
+    assert float(abs(shares.mean() - found.chance)) < 3 * float(shares.std()) / math.sqrt(len(shares))
     low, high = found.as_dict()["interval"]
     assert low < found.chance < high
 
@@ -224,6 +227,9 @@ def test_the_rows_that_are_noted_are_the_models_own(engine: Engine, text: Tensor
         for question, answer in zip(haystack.questions, answers):
             row = logp[question.start + question.differ_at - 1]
             best = max(range(4), key=lambda i: float(row[question.candidates[i]]))
+            likely = [float(row[token].exp()) for token in question.candidates]
+            if name == "found":
+                assert answer.share == pytest.approx(likely[0] / sum(likely), rel=1e-4)
             assert (best == 0) == (answer.is_right if name == "found" else answer.control_is_right)
     for question, answer in zip(haystack.questions, answers):
         both = []

@@ -245,7 +245,7 @@ def needle_table(found: dict[str, Any]) -> Table:
         title_justify="left",
     )
     depths = sorted({cell["depth"] for cell in found["cells"]})
-    for column in ("tokens", *(f"depth {depth:.0%}" for depth in depths), "all", "exact", "gain, nats"):
+    for column in ("tokens", *(f"depth {depth:.0%}" for depth in depths), "all", "share", "exact", "gain, nats"):
         table.add_column(column, justify="right")
     for row in found["lengths"]:
         cells = {cell["depth"]: cell for cell in found["cells"] if cell["length"] == row["length"]}
@@ -253,6 +253,7 @@ def needle_table(found: dict[str, Any]) -> Table:
             f"{row['length']:,}",
             *(f"{cells[depth]['accuracy']:.0%}" for depth in depths),
             f"[bold]{row['accuracy']:.0%}[/]",
+            f"{row['share']:.0%}",
             f"{row['exact']:.0%}",
             f"{row['gain']:+.2f}",
         )
