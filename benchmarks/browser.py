@@ -1,4 +1,4 @@
-"""A page in headless Chromium: what the browser says of it, and a picture of it. For tests of the report and for docs."""
+"""A page in headless Chromium: what the browser says of it, and a picture of it. For tests of the report and docs."""
 
 from __future__ import annotations
 

@@ -163,9 +163,7 @@ def table(record: dict[str, Any]) -> Table:
         shown.add_column(column, justify="right" if column else "left")
     if record["held_out"]:
         shown.add_row("loss on held-out text", *(f"{record['held_out'][when]:.4f}" for when in WHEN))
-    pairs = {
-        (bucket["start"], bucket["end"]): [bucket["loss"]] for bucket in record["positions"].get("before", [])
-    }
+    pairs = {(bucket["start"], bucket["end"]): [bucket["loss"]] for bucket in record["positions"].get("before", [])}
     for bucket in record["positions"].get("after", []):
         pairs.setdefault((bucket["start"], bucket["end"]), []).append(bucket["loss"])
     for (start, end), losses in pairs.items():
@@ -180,7 +178,9 @@ def table(record: dict[str, Any]) -> Table:
         )
     shown.add_section()
     took = record["seconds"]
-    shown.add_row("all of it, the command, its steps", "", ", ".join(f"{took[k]:.0f} s" for k in ("all", "command", "steps")))
+    shown.add_row(
+        "all of it, the command, its steps", "", ", ".join(f"{took[k]:.0f} s" for k in ("all", "command", "steps"))
+    )
     shown.add_row("tokens/s", "", f"{record['tokens_per_second']:,.0f}")
     for tier, num_bytes in record["peak_bytes"].items():
         shown.add_row(f"peak memory, {tier.replace('_', ' ')}", "", metrics.gib(num_bytes or 0))

@@ -64,7 +64,12 @@ def evaluation(when: str, shift: float) -> dict[str, Any]:
         for length in (4096, 131072)
         for depth in (0.1, 0.5, 0.9)
     ]
-    needle: dict[str, Any] = {"accuracy": 0.25 if when == "before" else 0.875, "chance": 0.25, "gain": 1.5, "cells": cells}
+    needle: dict[str, Any] = {
+        "accuracy": 0.25 if when == "before" else 0.875,
+        "chance": 0.25,
+        "gain": 1.5,
+        "cells": cells,
+    }
     needle["lengths"] = [{"length": length, "accuracy": needle["accuracy"]} for length in (4096, 16384, 131072)]
     return {"event": "eval", "when": when, "step": 0, "perplexity": {"buckets": buckets}, "needle": needle}
 

@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import finetune
 import smollm2
 import typer
-from browser import find_browser, picture
-
-from oomb.report import write_report
+import update_tables
+from browser import browse, find_browser, picture
 
 LENGTH = 2048
 
@@ -144,3 +143,55 @@ def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_pat
     assert "one window needs 1048576" in (tmp_path / "finetune_smollm2.log").read_text()
     assert not (tmp_path / "finetune_smollm2.json").exists()
     assert call("--out", tmp_path, "--dataset", "nowhere").exit_code == 2
+
+
+def test_the_documents_section_is_made_of_the_record(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, docs = tmp_path / "benchmarks" / "results", tmp_path / "docs"
+    for folder in (results, docs):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(update_tables, "RESULTS", results)
+    monkeypatch.setattr(update_tables, "ROOT", tmp_path)
+    assert update_tables.finetune() == ""
+    record = json.loads((out / "finetune_smollm2.json").read_text())
+    record["settings"] |= {"num_files": 3, "num_bytes": 300_000}
+    record["needle"]["after"] |= {"accuracy": 0.625, "share": 0.5}
+    record["needle"]["after"]["lengths"][0]["accuracy"] = 0.625
+    (results / "finetune_smollm2.json").write_text(json.dumps(record))
+    section = update_tables.finetune()
+    before, after = (record["held_out"][when] for when in ("before", "after"))
+    assert f"| loss on held-out text | {before:.3f} | {after:.3f} |" in section
+    assert f"| needles found in 2,048 tokens | {record['needle']['before']['accuracy']:.0%} | 62% |" in section
+    assert "tiny (as they are saved), 6 steps of 2,048 tokens" in section and "4 pages of 128 tokens" in section
+    assert "a CPU with PyTorch" in section
+    assert ".html" not in section and ".png" not in section
+    for name in ("finetune_smollm2.html", "finetune_smollm2.png"):
+        (docs / name).write_text("")
+        assert f"]({name})" in update_tables.finetune()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium or Chrome on PATH")
+def test_the_picture_of_the_page(out: Path, tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    page = out / "finetune_smollm2.html"
+    done = call("--picture-from", page, "--out", tmp_path / "deep" / "page.png")
+    assert done.exit_code == 0, done.output
+    shown = image.imread(tmp_path / "deep" / "page.png")[..., :3]
+    height, width = shown.shape[:2]
+    assert f"{width} x {height}" in done.output and width == 1120 and 1500 < height < 6000
+    # In light colours, with curves in it, and no empty stretch at the end.
+    assert shown[0, 0].min() > 0.9
+    blue = abs(shown - [11 / 255, 107 / 255, 184 / 255]).max(-1) < 0.1
+    assert blue.sum() > 1000
+    assert (abs(shown[-60:] - shown[0, 0]).max(-1) > 0.02).any()
+    whole = picture(page, tmp_path / "whole.png")
+    assert whole[1] > height + 500, "the picture holds the tables of settings too"
+    with pytest.raises(ValueError, match="has no section 'appendix'"):
+        picture(page, tmp_path / "x.png", without=("appendix",))
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(ValueError, match="no browser: none of chromium"):
+            browse(page, tmp_path / "profile")
