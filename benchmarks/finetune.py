@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,8 +81,11 @@ def write_text(work: Path) -> dict[str, Any]:
         # Read and written, not copied: an installation may be read-only, and its times and rights are nobody's matter.
         copy.write_bytes(path.read_bytes())
     version = ".".join(map(str, sys.version_info[:3]))
-    num_bytes = sum(path.stat().st_size for path in files)
-    return {"text": f"the source of Python {version}'s library", "num_files": len(files), "num_bytes": num_bytes}
+    return described(f"the source of Python {version}'s library", files)
+
+
+def described(text: str, files: Sequence[Path]) -> dict[str, Any]:
+    return {"text": text, "num_files": len(files), "num_bytes": sum(path.stat().st_size for path in files)}
 
 
 def call(words: list[str], work: Path, out: Path) -> int:
@@ -220,7 +224,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         name, said = write_model(model, gguf, tokens, work)
-        said |= write_text(work) if dataset is None else {"text": dataset.name}
+        said |= write_text(work) if dataset is None else described(dataset.name, data.find_documents(str(dataset))[0])
         words = ["train", "--model_name_or_path", name]
         words += ["--dataset", TEXT if dataset is None else str(dataset.resolve()), "--dataset_join", "repository"]
         words += ["--max_length", str(tokens), "--max_steps", str(steps), "--learning_rate", str(learning_rate)]

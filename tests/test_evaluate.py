@@ -3,6 +3,7 @@ or to be blind, and `oomb eval` as a person meets it."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import invoke
+from rich.console import Console
 from torch import Tensor
 
 from oomb import data, presets
@@ -23,6 +25,7 @@ from oomb.evaluate import (
     build_haystacks,
     decode,
     needle_scores,
+    needle_table,
     perplexity_by_position,
     sample_text,
     tokenizer_for,
@@ -166,6 +169,21 @@ def test_a_model_that_looks_back_finds_all_needles_and_none_without_them(text: T
     ]
     low, high = found["interval"]
     assert 0.5 < low < 1.0 == pytest.approx(high)
+
+
+def test_the_table_of_needles_fits_a_terminal(text: Tensor) -> None:
+    reader: Any = Reader(finder)
+    probe = NeedleSettings(lengths=(4096,), num_haystacks=1)
+    found = needle_scores(reader, build_haystacks(text, None, probe), probe).as_dict()
+    found["lengths"][0] |= {"length": 131072, "gain": -11.25}
+    for cell in found["cells"]:
+        cell["length"] = 131072
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(needle_table(found))
+    shown = console.export_text()
+    assert "…" not in shown
+    [row] = [line for line in shown.splitlines() if "131,072" in line]
+    assert re.findall(r"[-+.,\d]+%?", row) == ["131,072", *["100%"] * 8, "-11.25"]
 
 
 def test_a_model_that_ignores_the_names_is_right_by_chance(text: Tensor) -> None:

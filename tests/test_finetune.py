@@ -155,7 +155,6 @@ def test_the_documents_section_is_made_of_the_record(
     monkeypatch.setattr(update_tables, "ROOT", tmp_path)
     assert update_tables.finetune() == ""
     record = json.loads((out / "finetune_smollm2.json").read_text())
-    record["settings"] |= {"num_files": 3, "num_bytes": 300_000}
     record["needle"]["after"] |= {"accuracy": 0.625, "share": 0.5}
     record["needle"]["after"]["lengths"][0]["accuracy"] = 0.625
     (results / "finetune_smollm2.json").write_text(json.dumps(record))
@@ -163,7 +162,10 @@ def test_the_documents_section_is_made_of_the_record(
     before, after = (record["held_out"][when] for when in ("before", "after"))
     assert f"| loss on held-out text | {before:.3f} | {after:.3f} |" in section
     assert f"| needles found in 2,048 tokens | {record['needle']['before']['accuracy']:.0%} | 62% |" in section
-    assert "tiny (as they are saved), 6 steps of 2,048 tokens" in section and "4 pages of 128 tokens" in section
+    assert (
+        "tiny (as they are saved), 6 steps of 2,048 tokens of code (3 files, 0.3 MB)" in section
+        and "4 pages of 128 tokens" in section
+    )
     assert "a CPU with PyTorch" in section
     assert ".html" not in section and ".png" not in section
     for name in ("finetune_smollm2.html", "finetune_smollm2.png"):

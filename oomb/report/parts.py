@@ -91,9 +91,11 @@ def tiers(run: Run) -> str:
 
 def evaluation(run: Run) -> str:
     parts = [_figure(chart) for chart in (position_chart(run), needle_chart(run)) if chart is not None]
-    if positions := _position_table(run):
-        parts.append(f'<div class="card"><h3>Perplexity by position</h3>{positions}</div>')
-    parts += [_needles(when, run.evals[when]) for when in WHEN if needle_cells(run.evals.get(when, {}))]
+    positions = _position_table(run)
+    card = [f'<div class="card"><h3>Perplexity by position</h3>{positions}</div>'] if positions else []
+    needles = [_needles(when, run.evals[when]) for when in WHEN if needle_cells(run.evals.get(when, {}))]
+    # In two columns: before beside after, and the long table where it leaves no gap.
+    parts += needles + card if len(parts) == 2 else card + needles
     return f'<div class="grid-of-two top">{"".join(parts)}</div>' if parts else ""
 
 
