@@ -240,8 +240,8 @@ def needle_table(found: dict[str, Any]) -> Table:
     """Accuracy by length and depth, "at 10%" being near the beginning of the text. It fits a terminal of 80 columns."""
     low, high = found["interval"]
     table = Table(
-        title=f"needles found: {found['accuracy']:.0%} (95% interval {low:.0%} to {high:.0%}), chance "
-        f"{found['chance']:.0%}, without needles in the text {found['control_accuracy']:.0%}",
+        title=f"needles found: {found['accuracy']:.0%} (95% interval {low:.0%} to {high:.0%})\n"
+        f"chance {found['chance']:.0%}, without needles in the text {found['control_accuracy']:.0%}",
         title_justify="left",
     )
     depths = sorted({cell["depth"] for cell in found["cells"]})
