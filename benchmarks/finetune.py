@@ -1,7 +1,7 @@
 """A worked example: SmolLM2-135M, made for 8192 tokens, goes on with a code base at 131,072 with `oomb train`.
 
-    python benchmarks/finetune.py --out RUN                  # about three minutes on an H200
-    python benchmarks/finetune.py --out RUN --page-budget 0  # with dense attention: exact gradients, about ten minutes
+    python benchmarks/finetune.py --out RUN
+    python benchmarks/finetune.py --out RUN --page-budget 0  # with dense attention: exact gradients, more time
     python benchmarks/finetune.py --picture-from RUN/finetune_smollm2.html --out docs/finetune_smollm2.png
 
 It writes the model as an ordinary folder, its RoPE stretched to the context with YaRN, and the source of Python's
@@ -88,11 +88,27 @@ def described(text: str, files: Sequence[Path]) -> dict[str, Any]:
     return {"text": text, "num_files": len(files), "num_bytes": sum(path.stat().st_size for path in files)}
 
 
+def words_of(
+    model: str, dataset: str, *, length: int, steps: int, learning_rate: float, page_budget: int, chunk_size: int,
+    held_out: int, needle_lengths: str, needle_haystacks: int, seed: int, device: str,
+) -> list[str]:  # fmt: skip
+    """What `oomb` is told; docs/finetune.md shows the same."""
+    words = ["train", "--model_name_or_path", model, "--dataset", dataset, "--dataset_join", "repository"]
+    words += ["--max_length", str(length), "--max_steps", str(steps), "--learning_rate", f"{learning_rate:g}"]
+    words += ["--page_budget", str(page_budget)] if page_budget else []
+    words += ["--chunk_size", str(chunk_size), "--max_eval_samples", str(held_out)]
+    words += ["--needle_lengths", needle_lengths, "--needle_haystacks", str(needle_haystacks)]
+    words += [] if seed == data.SEED else ["--seed", str(seed)]
+    words += [] if device == "auto" else ["--device", device]
+    return [*words, "--output_dir", "run"]
+
+
 def call(words: list[str], work: Path, out: Path) -> int:
     """`oomb` with `words`, in `work`; what it says goes on to the terminal and to the log. Returns its exit code."""
     # Relative paths would mean something else in `work`.
-    paths = [str(ROOT), *(str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(":") if path)]
-    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = os.pathsep.join([str(ROOT), *(str(Path(path).resolve()) for path in given)])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("COLUMNS", "120")
     with (out / f"{NAME}.log").open("a") as log:
         log.write(f"$ oomb {shlex.join(words)}\n")
@@ -204,7 +220,7 @@ def main(
     held_out: Annotated[int, typer.Option(help="Windows that are never trained on.")] = 2,
     needle_lengths: Annotated[str, typer.Option(help="Tokens of haystacks.")] = "4K,16K,64K,128K",
     needle_haystacks: Annotated[int, typer.Option(help="Texts of each length, with five questions each.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the order of windows, of needles and samples.")] = 42,
+    seed: Annotated[int, typer.Option(help="Of the order of windows, of needles and samples.")] = data.SEED,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     picture_from: Annotated[Path | None, typer.Option(help="Only draw this page into the picture --out.")] = None,
 ) -> None:
@@ -215,7 +231,7 @@ def main(
         console.print(f"written to {out}, {size[0]} x {size[1]}")
         return
     began = time.monotonic()
-    tokens, budget = parse_tokens(length), page_budget or None
+    tokens = parse_tokens(length)
     parse_list(needle_lengths, lambda text: parse_tokens(text, "--needle-lengths"))
     if dataset is not None and not dataset.is_dir():
         raise typer.BadParameter(f"--dataset {dataset} is no folder")
@@ -225,25 +241,25 @@ def main(
         work = Path(folder)
         name, said = write_model(model, gguf, tokens, work)
         said |= write_text(work) if dataset is None else described(dataset.name, data.find_documents(str(dataset))[0])
-        words = ["train", "--model_name_or_path", name]
-        words += ["--dataset", TEXT if dataset is None else str(dataset.resolve()), "--dataset_join", "repository"]
-        words += ["--max_length", str(tokens), "--max_steps", str(steps), "--learning_rate", str(learning_rate)]
-        words += [] if budget is None else ["--page_budget", str(budget)]
-        words += ["--chunk_size", str(chunk_size), "--max_eval_samples", str(held_out)]
-        words += ["--needle_lengths", needle_lengths, "--needle_haystacks", str(needle_haystacks)]
-        words += ["--seed", str(seed), "--device", device, "--output_dir", "run"]
+        words = words_of(
+            name, TEXT if dataset is None else str(dataset.resolve()), length=tokens, steps=steps,
+            learning_rate=learning_rate, page_budget=page_budget, chunk_size=chunk_size, held_out=held_out,
+            needle_lengths=needle_lengths, needle_haystacks=needle_haystacks, seed=seed, device=device,
+        )  # fmt: skip
         console.print(f"{time.monotonic() - began:.0f} s: oomb {shlex.join(words)}", style="dim")
         code = call(words, work, out)
         if not (work / "run" / "metrics.jsonl").exists():
             raise typer.Exit(code or 1)
         page = out / f"{NAME}.html"
-        code = code or call(["report", "run", "--output", str(page.absolute())], work, out)
+        # Of a run that was broken off too.
+        reported = call(["report", "run", "--output", str(page.absolute())], work, out)
+        code = code or reported
         run = read_run(work / "run")
     record = {
         "settings": {
             **said, "command": f"oomb {shlex.join(words)}", "length": tokens, "steps": steps, "chunk_size": chunk_size,
-            "page_budget": budget, "page_size": run.engine.get("page_size"), "learning_rate": learning_rate,
-            "held_out_windows": held_out, "seed": seed,
+            "page_budget": page_budget or None, "page_size": run.engine.get("page_size"), "seed": seed,
+            "learning_rate": learning_rate, "held_out_windows": held_out,
         },
         "machine": metrics.machine(),
         **gathered(run),

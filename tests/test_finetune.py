@@ -4,7 +4,10 @@ and the section of the documents that is made of it."""
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ import smollm2
 import typer
 import update_tables
 from browser import browse, find_browser, picture
+
+from oomb.options import parse_tokens
 
 LENGTH = 2048
 
@@ -129,6 +134,17 @@ def test_what_is_left_is_what_the_metrics_say(out: Path) -> None:
     assert len(page) < 1_000_000 and "tiny-2K on " in page and "Needles found after training" in page
     log = (out / "finetune_smollm2.log").read_text()
     assert "$ oomb train " in log and "$ oomb report " in log and "needles found after training: " in log
+
+
+def test_the_command_in_the_documents_is_the_one_that_is_called() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "finetune.md").read_text()
+    [shown] = re.findall(r"^oomb train .*$", document, re.MULTILINE)
+    defaults = {name: value.default for name, value in inspect.signature(finetune.main).parameters.items()}
+    chosen = {name: defaults[name] for name in inspect.signature(finetune.words_of).parameters if name != "dataset"}
+    chosen |= {"model": "SmolLM2-135M-128K", "length": parse_tokens(defaults["length"])}
+    assert shown == "oomb " + shlex.join(finetune.words_of(dataset=finetune.TEXT, **chosen))
+    dense = shlex.join(finetune.words_of(dataset="x", **chosen | {"page_budget": 0, "seed": 1, "device": "cpu"}))
+    assert "page_budget" not in dense and "--seed 1 --device cpu" in dense
 
 
 def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_path: Path) -> None:
