@@ -56,7 +56,7 @@ class Run:
     peak_bytes: int = 0
     held_out: dict[str, float] = field(default_factory=dict)
     """Loss of the trained model on a window it has not seen: read as it was trained, and densely."""
-    commit: str | None = None
+    source: str | None = None
 
     @property
     def final_loss(self) -> float | None:
@@ -284,7 +284,7 @@ def go(
         console.print(f"{time.monotonic() - begin:.0f} s: {run.mode} {at}/{num_steps}: {figures}", highlight=False)
 
     for mode in modes:
-        run = Run(mode, commit=machine["commit"])
+        run = Run(mode, source=machine["source"])
         train(
             model,
             start,

@@ -261,8 +261,8 @@ def sparse_details() -> str:
             f"With all pages on the host, GPU memory grows by {goals[0]['value']:.1f} MB per 10,000 tokens from "
             f"{contexts[0]:,} to {contexts[-1]:,} tokens ({how}).",
         ]
-    if exists(SPARSE.format("breakdown")):
-        lines += ["", *kernel_lines(sparse_rows("breakdown"))]
+    if profiled := [row for row in sparse_rows("times") if row["kernels"] is not None]:
+        lines += ["", *kernel_lines(profiled)]
     if exists(TRAINED) and (trained := load(TRAINED))["difference"] is not None:
         settings, losses = trained["settings"], trained["final_losses"]
         lines += [
@@ -279,7 +279,7 @@ def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
     columns = []
     for row in rows:
         seconds: dict[str, float] = {}
-        for one in (row["kernels"] or {}).values():
+        for one in row["kernels"].values():
             for kind, part in one["seconds"].items():
                 seconds[kind] = seconds.get(kind, 0.0) + part
         columns.append({kind: part / sum(seconds.values()) for kind, part in seconds.items()})
