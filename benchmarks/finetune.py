@@ -65,7 +65,8 @@ def write_model(source: Path | None, gguf: Path | None, length: int, work: Path)
         tokenizer = AutoTokenizer.from_pretrained(source)
     learned = model.config.max_position_embeddings
     rope = smollm2.stretch_rope(model, length)
-    folder = name if rope is None else f"{name}-{length >> 10}K"
+    # Never the bare name: that of a preset would mean its shape with random weights.
+    folder = f"{name}-{'unstretched' if rope is None else f'{length >> 10}K'}"
     smollm2.save(model, tokenizer, work / folder)
     said = {"model": name, "weights": weights, "num_parameters": model.num_parameters()}
     return folder, said | {"learned_positions": learned, "rope": rope}

@@ -26,6 +26,7 @@ import typer
 import update_tables
 from browser import browse, find_browser, picture
 
+from oomb import presets
 from oomb.options import parse_tokens
 
 LENGTH = 2048
@@ -86,9 +87,12 @@ def test_a_stretched_model_is_read_as_it_was_written(tiny: Path, tmp_path: Path)
     assert not torch.allclose(again(ids_T).logits, plain)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
     assert tokenizer("def f(x): pass")["input_ids"] == small_tokenizer()("def f(x): pass")["input_ids"]
-    # One that reaches far enough stays as it is, its name too.
+    # One that reaches far enough stays as it is.
     name, said = finetune.write_model(tiny, None, 256, tmp_path)
-    assert name == "tiny" and said["rope"] is None
+    assert name == "tiny-unstretched" and said["rope"] is None
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.max_position_embeddings == 256
+    # A name that were a preset's would be trained from random weights.
+    assert presets.is_preset(smollm2.NAME) and not presets.is_preset(f"{smollm2.NAME}-128K")
 
 
 def test_a_model_of_a_gguf_can_be_saved(tiny: Path, tmp_path: Path) -> None:
