@@ -63,24 +63,6 @@ class Run:
         return statistics.fmean(self.losses[-NUM_FINAL:]) if len(self.losses) >= NUM_FINAL else None
 
 
-def stretch_rope(model: Any, length: int) -> dict[str, Any] | None:
-    """Makes RoPE reach `length` positions with YaRN; returns its parameters, None if it does already."""
-    config = model.config
-    learned = config.max_position_embeddings
-    if length <= learned:
-        return None
-    config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "factor": length / learned,
-        "original_max_position_embeddings": learned,
-    }
-    config.max_position_embeddings = length
-    backbone = model.base_model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config).to(model.device)
-    return dict(config.rope_parameters)
-
-
 def order(num_windows: int, num_steps: int, seed: int) -> list[int]:
     """Which window each step is trained on: all of them in random order, then all of them in another."""
     found: list[int] = []
@@ -274,7 +256,7 @@ def go(
 
     begin = time.monotonic()
     model, tokenizer = smollm2.load(gguf, device, torch.float32)
-    rope = stretch_rope(model, length)
+    rope = smollm2.stretch_rope(model, length)
     text = data.load(data.STDLIB, max_length=length, tokenizer=tokenizer, num_train=num_steps)
     settings: dict[str, Any] = {
         "model": "SmolLM2-135M", "weights": smollm2.WEIGHTS, "text": "the standard library's source",
