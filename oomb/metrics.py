@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ def machine() -> dict[str, Any]:
         "versions": {name: version for name in packages if (version := _version(name)) is not None},
         "gpu": None,
         "commit": _commit(),
+        "source": source(),
     }
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
@@ -41,6 +43,15 @@ def machine() -> dict[str, Any]:
             "driver": _driver_version(),
         }
     return described
+
+
+def source() -> str:
+    """A fingerprint of the package's own code: equal where the code is, whatever git says of the folder it lies in."""
+    package = Path(__file__).resolve().parent
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _commit() -> str | None:

@@ -6,14 +6,19 @@ import html
 import json
 import math
 import re
-import shutil
-import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from browser import browse, find_browser
+
+__all__ = ["browse", "find_browser"]
 
 GIB = 1 << 30
 EVIL = '<script>alert("x")</script>&\'"><img src=x onerror=alert(1)>'
@@ -59,7 +64,13 @@ def evaluation(when: str, shift: float) -> dict[str, Any]:
         for length in (4096, 131072)
         for depth in (0.1, 0.5, 0.9)
     ]
-    needle = {"accuracy": 0.25 if when == "before" else 0.875, "chance": 0.25, "gain": 1.5, "cells": cells}
+    needle: dict[str, Any] = {
+        "accuracy": 0.25 if when == "before" else 0.875,
+        "chance": 0.25,
+        "gain": 1.5,
+        "cells": cells,
+    }
+    needle["lengths"] = [{"length": length, "accuracy": needle["accuracy"]} for length in (4096, 16384, 131072)]
     return {"event": "eval", "when": when, "step": 0, "perplexity": {"buckets": buckets}, "needle": needle}
 
 
@@ -130,24 +141,6 @@ class Tree(HTMLParser):
 def points(d: str) -> list[tuple[float, float]]:
     assert re.fullmatch(r"([ML]-?\d+\.\d -?\d+\.\d)*", d), d[:80]
     return [(float(x), float(y)) for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", d)]
-
-
-def find_browser() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
-def browse(page: Path, profile: Path, *flags: str) -> tuple[str, str]:
-    """(standard output, messages of the page's console)."""
-    browser = find_browser()
-    assert browser is not None
-    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
-    # Without a display server, a sandbox of its own or a network: as in a container.
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *quiet]
-    command += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", "--hide-scrollbars", *flags]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
 WIDTHS = (1000, 390)

@@ -13,7 +13,7 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb import data, options, presets, trainer
+from oomb import data, metrics, options, presets, trainer
 from oomb.interrupts import EXIT_INTERRUPTED
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs
@@ -385,3 +385,16 @@ def test_help_teaches(command: list[str], words: list[str]) -> None:
     assert result.exit_code == 0
     for word in words:
         assert word in result.output
+
+
+def test_the_fingerprint_of_the_code_changes_with_the_code_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = metrics.source()
+    assert metrics.machine()["source"] == first
+    copy = tmp_path / "oomb"
+    shutil.copytree(Path(metrics.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(metrics, "__file__", str(copy / "metrics.py"))
+    assert metrics.source() == first
+    (copy / "engine.py").write_text((copy / "engine.py").read_text() + "\n")
+    assert metrics.source() != first

@@ -308,7 +308,9 @@ def test_one_call_of_the_flash_kernel(heads: tuple[int, int, int], window: int |
         torch.testing.assert_close(lse[:, :, a:b].double(), lse_part, rtol=1e-3, atol=1e-3)
         expected = reference.backward(dout[:, :, a:b].double(), *part, out_part, lse_part, **mask)
         for actual, wanted in zip(found, expected, strict=True):
-            assert relative_error(actual[:, :, a:b].double(), wanted) <= 0.02
+            # Where a document has one token, q and k have no gradient.
+            error = (actual[:, :, a:b].double() - wanted).norm()
+            assert error <= 0.02 * wanted.norm() + 1e-5
 
 
 @pytest.mark.gpu

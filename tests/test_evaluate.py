@@ -3,6 +3,7 @@ or to be blind, and `oomb eval` as a person meets it."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import invoke
+from rich.console import Console
 from torch import Tensor
 
 from oomb import data, presets
@@ -23,6 +25,7 @@ from oomb.evaluate import (
     build_haystacks,
     decode,
     needle_scores,
+    needle_table,
     perplexity_by_position,
     sample_text,
     tokenizer_for,
@@ -157,6 +160,7 @@ def test_a_model_that_looks_back_finds_all_needles_and_none_without_them(text: T
     found = needle_scores(reader, build_haystacks(text, None, PROBE), PROBE).as_dict()
     assert found["accuracy"] == found["exact"] == 1.0
     assert found["gain"] > 10
+    assert found["share"] > 0.999
     # With no needles all candidates are alike, and a tie is worth its share.
     assert found["control_accuracy"] == found["chance"] == 0.25
     assert found["count"] == 2 * 3
@@ -167,6 +171,21 @@ def test_a_model_that_looks_back_finds_all_needles_and_none_without_them(text: T
     assert 0.5 < low < 1.0 == pytest.approx(high)
 
 
+def test_the_table_of_needles_fits_a_terminal(text: Tensor) -> None:
+    reader: Any = Reader(finder)
+    probe = NeedleSettings(lengths=(4096,), num_haystacks=1)
+    found = needle_scores(reader, build_haystacks(text, None, probe), probe).as_dict()
+    found["lengths"][0] |= {"length": 131072, "gain": -11.25}
+    for cell in found["cells"]:
+        cell["length"] = 131072
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(needle_table(found))
+    shown = console.export_text()
+    assert "…" not in shown
+    [row] = [line for line in shown.splitlines() if "131,072" in line]
+    assert re.findall(r"[-+.,\d]+%?", row) == ["131,072", *["100%"] * 8, "-11.25"]
+
+
 def test_a_model_that_ignores_the_names_is_right_by_chance(text: Tensor) -> None:
     """It prefers late codes, so anything but an order of chance would show."""
     probe = NeedleSettings(lengths=(1024,), num_depths=3, num_candidates=3, num_haystacks=150)
@@ -174,6 +193,8 @@ def test_a_model_that_ignores_the_names_is_right_by_chance(text: Tensor) -> None
     found = needle_scores(reader, build_haystacks(text, None, probe), probe)
     error = math.sqrt(found.chance * (1 - found.chance) / len(found.answers))
     assert abs(found.accuracy - found.chance) < 3 * error
+    shares = torch.tensor([answer.share for answer in found.answers])
+    assert float(abs(shares.mean() - found.chance)) < 3 * float(shares.std()) / math.sqrt(len(shares))
     low, high = found.as_dict()["interval"]
     assert low < found.chance < high
 
@@ -224,6 +245,9 @@ def test_the_rows_that_are_noted_are_the_models_own(engine: Engine, text: Tensor
         for question, answer in zip(haystack.questions, answers):
             row = logp[question.start + question.differ_at - 1]
             best = max(range(4), key=lambda i: float(row[question.candidates[i]]))
+            likely = [float(row[token].exp()) for token in question.candidates]
+            if name == "found":
+                assert answer.share == pytest.approx(likely[0] / sum(likely), rel=1e-4)
             assert (best == 0) == (answer.is_right if name == "found" else answer.control_is_right)
     for question, answer in zip(haystack.questions, answers):
         both = []

@@ -205,14 +205,25 @@ def test_files_stay_short_and_plain() -> None:
         assert not re.search(r"\b(TODO|FIXME|XXX)\b", text) or path.name == "test_packaging.py", path
 
 
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def fences(path: Path, *languages: str) -> list[str]:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
-    return [text for language, text in blocks if language in languages]
+    return [text for language, text in blocks(path) if language in languages]
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block of shell."""
+    lines = (line.split("  #")[0].strip() for line in block.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def shown_commands() -> list[str]:
-    lines = (line.strip() for path in DOCUMENTS for block in fences(path, "bash", "sh") for line in block.splitlines())
-    return [line.split("  #")[0].strip() for line in lines if line and not line.startswith("#")]
+    """Each once, however many pages have it."""
+    shown = (line for path in DOCUMENTS for block in fences(path, "bash", "sh") for line in commands(block))
+    return list(dict.fromkeys(shown))
 
 
 def test_commands_are_shown() -> None:
@@ -323,8 +334,21 @@ def test_every_setting_is_documented() -> None:
 
 def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+        for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", path.read_text()):
+            page = path.parent / target if target else path
+            assert page.exists(), f"{path.name} links to {target}"
+            assert not heading or heading in anchors(page), f"{path.name} links to {target}#{heading}"
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_headings_as_links_name_them(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# A page\n## Contexts beyond the model's range\n## 8-bit `pages`, 2.5 GiB?\n")
+    assert anchors(tmp_path / "page.md") == {"a-page", "contexts-beyond-the-models-range", "8-bit-pages-25-gib"}
 
 
 def test_the_documents_list_every_preset() -> None:

@@ -152,6 +152,7 @@ def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
         "transfers": {"into the GPU": 30, "out of the GPU": 30},
         "waited": {"waited": 30},
         "positions": {"before training": 8, "after training": 8},
+        "needles": {"before training": 3, "after training": 3},
     }
     found = {chart["id"].removeprefix("chart-") for chart in tree.all("figure")}
     assert found == set(expected)
@@ -277,7 +278,8 @@ def spoiled(event: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-PARTS = [*whole_run(), *evaluation("after", 0)["needle"]["cells"], *evaluation("after", 0)["perplexity"]["buckets"]]
+NEEDLE = evaluation("after", 0)["needle"]
+PARTS = [*whole_run(), *NEEDLE["cells"], *NEEDLE["lengths"], *evaluation("after", 0)["perplexity"]["buckets"]]
 NAMES = sorted({key for part in PARTS for key in part} | {"ram_gib", "memory_gib", "gpu", "gpu_memory", "max_length"})
 SPOILED = st.tuples(SOUND, st.sampled_from(NAMES), ODD).map(lambda parts: spoiled(*parts))
 

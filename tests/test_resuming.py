@@ -36,8 +36,10 @@ def bfloat16_model(seed: int) -> Any:
 
 
 # What to train, what `oomb.Trainer` gets besides, and settings. Ten sequences in batches of two: an epoch has five.
+# A batch without padding is three chunks, so a step tells six times of its progress.
 RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dropout": (dropout_model, {}, {}),
+    "padded": (dropout_model, {}, {}),
     "lora": (lora_model, {}, {}),
     "accumulation": (dropout_model, {}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}),
     "offloaded": (dropout_model, {"optimizer": "offloaded_adamw"}, {"weight_decay": 0.1}),
@@ -51,7 +53,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 def trainer_of(name: str, folder: Path, *, seed: int = 1, **more: Any) -> oomb.Trainer:
     model, extra, settings = RUNS[name]
-    samples = Samples(10, 37)
+    samples = Samples(10, 37, padded=name == "padded")
     options = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 1, **settings, **more}
     return oomb.Trainer(
         model(seed),
@@ -106,7 +108,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize(
     ("name", "event"),
-    [("accumulation", 34), ("evaluated", 12), ("evaluated", 58), ("logged seldom", 23), ("8bit", 13)],
+    [("accumulation", 34), ("evaluated", 14), ("evaluated", 58), ("logged seldom", 23), ("8bit", 13)],
 )
 def test_a_run_stopped_within_a_step_is_saved_as_of_the_step_before(tmp_path: Path, name: str, event: int) -> None:
     """The signal to stop does not wait for a step of minutes to end."""
@@ -121,7 +123,7 @@ def test_a_run_stopped_within_a_step_is_saved_as_of_the_step_before(tmp_path: Pa
     assert stopped.save_checkpoint() == folder
     resumed = trainer_of(name, tmp_path / "run", seed=9, save_strategy="no")
     resumed.train(resume_from_checkpoint=True)
-    if event == 12:
+    if event == 14:
         # The evaluation that was cut short is not made up for. Training is as if it had been.
         assert len(logged(resumed, "eval_loss")) == len(logged(whole, "eval_loss")) - 1
         whole.state.log_history = [record for record in whole.state.log_history if record.get("step") != step]
@@ -140,7 +142,7 @@ def test_a_run_stopped_in_its_first_step_has_nothing_to_save(tmp_path: Path) -> 
     stop_at(resumed, 2, resume_from_checkpoint=str(kept))
     assert resumed.save_checkpoint() == kept
     assert not checkpoints.find(tmp_path / "b")
-    stop_at(resumed, 12, resume_from_checkpoint=str(kept))
+    stop_at(resumed, 14, resume_from_checkpoint=str(kept))
     assert resumed.save_checkpoint() == tmp_path / "b" / "checkpoint-4"
 
 
@@ -200,7 +202,8 @@ def test_a_stop_asked_for_at_the_end_of_a_step_saves(tmp_path: Path) -> None:
 def test_checkpoints_go_both_ways_between_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def standard(folder: Path) -> transformers.Trainer:
         options = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 1}
-        return transformers.Trainer(tiny_model(), arguments(folder, **options), train_dataset=Samples(10, 37))
+        samples = Samples(10, 37, padded=False)
+        return transformers.Trainer(tiny_model(), arguments(folder, **options), train_dataset=samples)
 
     # Without dropout, which falls otherwise in chunks.
     monkeypatch.setitem(RUNS, "plain", (lambda seed: tiny_model(seed=seed), {}, {}))
@@ -239,7 +242,7 @@ def test_the_documented_script_starts_stops_and_goes_on(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     whole = trainer_of("dropout", tmp_path / "whole", save_strategy="no")
     exec(first, {"trainer": whole})
-    for event in (13, 8, 1000):
+    for event in (14, 8, 1000):
         trainer, seen = trainer_of("dropout", Path("out"), save_strategy="no"), 0
 
         def progress(*_: Any, until: int = event) -> None:

@@ -44,7 +44,7 @@ def call(program: Callable[..., None], *words: str) -> Any:
 
 def step(context: int, seconds: float | None = None, **fields: Any) -> sparse.Row:
     return sparse.Row(
-        **{"context": context, "chunk_size": 4096, "num_layers": 28, "seconds": seconds, "commit": "abc", **fields}
+        **{"context": context, "chunk_size": 4096, "num_layers": 28, "seconds": seconds, "source": "abc", **fields}
     )
 
 
@@ -108,7 +108,7 @@ def test_a_missed_goal_is_an_exit_code(
 def test_bad_requests_are_refused() -> None:
     assert call(sparse.main, "fast").exit_code == 2
     if not torch.cuda.is_available():
-        assert call(sparse.main, "breakdown", "--model", "demo").exit_code == 2
+        assert call(sparse.main, "times", "--profile", "128K", "--model", "demo").exit_code == 2
     assert call(train_sparse.main, "--mode", "fast").exit_code == 2
 
 
@@ -272,7 +272,26 @@ def test_both_passes_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     row = stand.measure(stand.engine(chunk_size=16), 32 * 16, profile=True)
     assert calls == ["start", "marker", "marker", "wait", "stop"] * 6
     assert row.kernels is not None and set(row.kernels) == {"fill", "gradient"}
-    assert row.problem is not None and row.problem.startswith("WRONG"), "the record is not of these chunks"
+    assert row.kernels_problem is not None and row.kernels_problem.startswith("WRONG"), "not the record of these chunks"
+    assert row.problem is None and row.seconds is not None
+
+
+def test_long_steps_are_profiled_while_they_are_timed_and_short_ones_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def measure(self: sparse.Stand, engine: Engine, context: int, profile: bool = False) -> sparse.Row:
+        asked.append((context, profile))
+        kernels = {"fill": {"seconds": {"idle": 1.0}, "slowdown": 1.0}} if profile else None
+        return step(context, 2.0 if profile else 1.0, chunk_size=128, num_layers=1, kernels=kernels)
+
+    monkeypatch.setattr(sparse, "PROFILED_APART", 1024)
+    monkeypatch.setattr(sparse.Stand, "measure", measure)
+    run = {"contexts": [512, 1024, 2048], "profiled": [1024, 2048], "chunk_sizes": [128], "layers": [1]}
+    report = sparse.run("times", "demo", **run, out=tmp_path, device="cpu", settings=SETTINGS)
+    assert asked[1:] == [(512, False), (1024, False), (1024, True), (2048, True)], "the first is a check"
+    assert [(row.seconds, row.kernels is not None) for row in report.rows] == [(1.0, False), (1.0, True), (2.0, True)]
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +368,7 @@ def test_windows_come_in_one_order_and_all_of_them() -> None:
 def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
     assert update_tables.sparse_summary() == update_tables.sparse_details() == ""
-    machine = {"gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "commit": "abc"}
+    machine = {"gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "source": "abc"}
     measured = {"fill_seconds": 6.0, "gradient_seconds": 12.0, "tokens_per_second": 7281.0, "peak_bytes": 80 * 2**30}
     kernels = {"fill": {"seconds": {"linear layers": 3.0, "idle": 1.0}}, "gradient": {"seconds": {"idle": 0.0}}}
 
@@ -365,7 +384,8 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     assert "| 131,072 | 6.0 s | 12.0 s | 18.0 s | 137 | 80.0 GiB | 0.0 GiB | 0, 0 GiB | 0.0 s |" in details
     assert "9.0 s" not in details and "too large" in details and "grows" not in details
     write("growth", step(2**18, peak_bytes=2**30), step(2**20, peak_bytes=2**30 + 3 * 78_643_200))
-    write("breakdown", step(2**17, kernels=kernels))
+    assert "linear layers" not in details
+    write("times", step(2**17, 18.0, kernels=kernels, **measured))
     (tmp_path / "train_sparse.json").write_text(
         json.dumps({
             "settings": {"model": "M", "steps": 100, "text": "text", "length": 65536, "budget": 64, "page_size": 128},

@@ -349,7 +349,7 @@ def test_a_stop_within_a_step_is_gone_on_from_exactly(
     assert stopped.exit_code == code, stopped.output
     assert "stopped after step 2 of 5; the model as of then is in out/model" in stopped.output
     assert [path.name for path in (here / "out").glob("checkpoint-*")] == ["checkpoint-2"]
-    [command] = re.findall(r"^  \S*oomb (train .*)$", stopped.output, re.MULTILINE)
+    [command] = re.findall(r"^  .*\boomb (train .*)$", stopped.output, re.MULTILINE)
     assert command == "train out/config.yaml --resume_from_checkpoint"
     resumed = invoke(*command.split())
     assert resumed.exit_code == 0, resumed.output

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import invoke
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM
 
-from oomb import presets
+from oomb import data, presets
+from oomb.train.probe import Probe
+from oomb.train.settings import Settings
 
 
 @pytest.fixture
@@ -57,12 +61,16 @@ def test_needles_samples_and_the_report(here: Path) -> None:
         "train", "--dataset", "text.txt", "--max_length", "1K", "--chunk_size", "512", "--max_steps", "2",
         "--device", "cpu", "--output_dir", "out",
     ]  # fmt: skip
-    result = invoke(*run, "--needle_lengths", "2K", "--sample_tokens", "8")
+    probe = ["--needle_depths", "3", "--needle_candidates", "2", "--needle_haystacks", "1"]
+    result = invoke(*run, "--needle_lengths", "2K", *probe, "--sample_tokens", "8")
     assert result.exit_code == 0, result.output
     events = records(here / "out")
     for kind in ("eval", "sample"):
         assert [event["when"] for event in events if event["event"] == kind] == ["before", "after"]
-    assert "needles found before training: " in result.output and "needles found after training: " in result.output
+    assert re.search(r"needles found before training: \d+% \(chance 50%\), written exactly \d+%, gain", result.output)
+    assert "needles found after training: " in result.output
+    asked = [event["needle"] for event in events if event["event"] == "eval"]
+    assert [(found["count"], found["chance"], found["settings"]["num_depths"]) for found in asked] == [(3, 0.5, 3)] * 2
     assert "out/report.html" in result.output
     assert "<svg" in (here / "out" / "report.html").read_text()
     # A text that cannot hold them is refused before anything is loaded.
@@ -70,3 +78,18 @@ def test_needles_samples_and_the_report(here: Path) -> None:
     assert refused.exit_code == 2
     assert "a haystack of 1,048,576 tokens needs as much text" in refused.output
     assert not (here / "other").exists()
+    few = invoke(*run[:-1], "other", "--needle_lengths", "2K", "--needle_candidates", "1")
+    assert few.exit_code == 2 and "--needle_candidates is 1; it must be 2 or more" in few.output
+
+
+def test_needles_are_hidden_in_text_that_is_never_trained_on(here: Path) -> None:
+    split = data.load("text.txt", max_length=2048, num_train=3, num_held_out=2)
+    assert split.held_out is not None
+    probe = Probe(Settings(needle_lengths="2K,4K", needle_haystacks=2, max_length=2048), split, None)
+    held_out = torch.cat([split.held_out[index]["input_ids"] for index in range(2)])
+    for haystack in probe.haystacks:
+        text = held_out[:2048] if haystack is probe.haystacks[0] else held_out[-haystack.length :]
+        assert torch.equal(haystack.control_T[:1500], text[:1500])
+    # Where there is too little of it, what follows is taken as well.
+    longer = Probe(Settings(needle_lengths="6K", needle_haystacks=1, max_length=2048), split, None)
+    assert torch.equal(longer.haystacks[0].control_T[4096:5000], split.train[0]["input_ids"][:904])

@@ -18,7 +18,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,8 @@ class Answer:
     depth: int
     is_right: float
     """1 where the right code is the likeliest of the candidates; a part of it where several are equally likely."""
+    share: float
+    """Probability of the right code among the candidates: their own, divided by the sum."""
     is_exact: bool
     """Whether greedy decoding would have written the code: each token of it is the likeliest of the vocabulary."""
     gain: float
@@ -153,6 +155,7 @@ def _score(answers: list[Answer]) -> dict[str, Any]:
     return {
         "count": len(answers),
         "accuracy": _mean([answer.is_right for answer in answers]),
+        "share": _mean([answer.share for answer in answers]),
         "exact": _mean([float(answer.is_exact) for answer in answers]),
         "control_accuracy": _mean([answer.control_is_right for answer in answers]),
         "gain": _mean([answer.gain for answer in answers]),
@@ -275,13 +278,24 @@ def needle_scores(engine: Engine, haystacks: Sequence[Haystack], settings: Needl
     for haystack in haystacks:
         found = _ask(engine, haystack.ids_T, haystack.questions)
         blind = _ask(engine, haystack.control_T, haystack.questions)
-        for question, (right, exact, logp), (blind_right, _, blind_logp) in zip(haystack.questions, found, blind):
-            answers.append(Answer(haystack.length, question.depth, right, exact, logp - blind_logp, blind_right))
+        for question, seen, unseen in zip(haystack.questions, found, blind):
+            gain = seen.logp - unseen.logp
+            answers.append(
+                Answer(haystack.length, question.depth, seen.is_right, seen.share, seen.is_exact, gain, unseen.is_right)
+            )
     return NeedleScores(settings=settings, answers=tuple(answers))
 
 
-def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[tuple[float, bool, float]]:
-    """For each question: whether the right candidate is likeliest, whether the answer is exact, its log-probability."""
+class _Read(NamedTuple):
+    """What one pass makes of one question."""
+
+    is_right: float
+    share: float
+    is_exact: bool
+    logp: float
+
+
+def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[_Read]:
     # What predicts token t is the row before it.
     rows = [question.start + i - 1 for question in questions for i in range(len(question.answer))]
     with as_evaluated(engine), noting(engine, rows) as notes:
@@ -292,6 +306,7 @@ def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[t
         scores = logp[question.differ_at][list(question.candidates)]
         best = scores == scores.max()
         right = float(best[0]) / max(1, int(best.sum()))
+        share = float(scores.softmax(0)[0])
         exact = all(int(row.argmax()) == token for row, token in zip(logp, question.answer))
-        results.append((right, exact, sum(float(row[token]) for row, token in zip(logp, question.answer))))
+        results.append(_Read(right, share, exact, sum(float(row[token]) for row, token in zip(logp, question.answer))))
     return results

@@ -10,6 +10,7 @@ from oomb.report.chart import Chart, Series, percent, plain, tokens
 from oomb.report.run import Run, number
 
 STEP = "step"
+NEEDLE_ROW = ("length", "accuracy")
 WHEN = {"before": "before training", "after": "after training"}
 
 
@@ -99,6 +100,37 @@ def position_chart(run: Run) -> Chart | None:
         about="A model that uses its context predicts late tokens better than early ones. Bars are standard errors.",
         format_x=tokens,
         log_x=True,
+    )
+    return None if chart.is_empty else chart
+
+
+def needle_chart(run: Run) -> Chart | None:
+    """Needles found by the length of the text, before and after; of a single length the table says as much."""
+    series, chances = [], set()
+    for color, (when, name) in zip((2, 1), WHEN.items()):
+        found = run.evals.get(when, {}).get("needle")
+        rows = found.get("lengths") if isinstance(found, dict) else None
+        points = []
+        for row in rows if isinstance(rows, list) else []:
+            length, accuracy = (number(row.get(key)) if isinstance(row, dict) else None for key in NEEDLE_ROW)
+            if length is not None and length >= 1 and accuracy is not None:
+                points.append((length, min(max(accuracy, 0.0), 1.0)))
+        if len(points) > 1:
+            series.append(Series(name=name, points=sorted(points), color=color))
+            chance = number(found.get("chance")) if isinstance(found, dict) else None
+            chances |= {chance} if chance is not None else set()
+    chart = Chart(
+        key="needles",
+        title="Needles found",
+        x_label="tokens of text",
+        y_label="share of the questions",
+        series=series,
+        about="Of sentences hidden in the text, those whose code the model tells from the others'.",
+        format_x=tokens,
+        format_y=percent,
+        log_x=True,
+        from_zero=True,
+        limits=[(chance, "chance") for chance in sorted(chances)],
     )
     return None if chart.is_empty else chart
 

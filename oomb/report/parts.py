@@ -8,7 +8,7 @@ from typing import Any
 
 from oomb.metrics import gib
 from oomb.report.chart import Chart, plain, svg, tokens
-from oomb.report.figures import WHEN, needle_cells, position_buckets, position_chart
+from oomb.report.figures import WHEN, needle_cells, needle_chart, position_buckets, position_chart
 from oomb.report.run import Run, dictionary, number
 
 MOST_ROWS = 200
@@ -90,10 +90,12 @@ def tiers(run: Run) -> str:
 
 
 def evaluation(run: Run) -> str:
-    parts = [_figure(chart)] if (chart := position_chart(run)) is not None else []
-    if positions := _position_table(run):
-        parts.append(f'<div class="card"><h3>Perplexity by position</h3>{positions}</div>')
-    parts += [_needles(when, run.evals[when]) for when in WHEN if needle_cells(run.evals.get(when, {}))]
+    parts = [_figure(chart) for chart in (position_chart(run), needle_chart(run)) if chart is not None]
+    positions = _position_table(run)
+    card = [f'<div class="card"><h3>Perplexity by position</h3>{positions}</div>'] if positions else []
+    needles = [_needles(when, run.evals[when]) for when in WHEN if needle_cells(run.evals.get(when, {}))]
+    # In two columns: before beside after, and the long table where it leaves no gap.
+    parts += needles + card if len(parts) == 2 else card + needles
     return f'<div class="grid-of-two top">{"".join(parts)}</div>' if parts else ""
 
 
@@ -136,6 +138,7 @@ def _needles(when: str, event: dict[str, Any]) -> str:
         ("accuracy", "found {:.0%}"),
         ("chance", "chance {:.0%}"),
         ("control_accuracy", "without needles {:.0%}"),
+        ("share", "share of the right code {:.0%}"),
         ("exact", "written exactly {:.0%}"),
         ("gain", "gain {:+.2f} nats per answer"),
     ):

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from oomb.report.chart import Chart
-from oomb.report.figures import position_chart, training_charts
+from oomb.report.figures import needle_chart, position_chart, training_charts
 from oomb.report.page import load
 
 PICTURES = (".png", ".svg", ".pdf")
 COLORS = {1: "#0b6bb8", 2: "#c8500a", 3: "#15803d", 4: "#8b3fb0"}
-MAIN = ("loss", "positions", "tokens_per_s", "memory")
-"""The charts of the picture, in order, as far as there are data for them."""
+MAIN = ("loss", "positions", "needles", "memory", "tokens_per_s")
+MOST_CHARTS = 4
+"""The charts of the picture, in order: so many of those that there are data for."""
 
 
 def check_picture(path: str | Path, option: str = "--png") -> None:
@@ -28,14 +29,15 @@ def check_picture(path: str | Path, option: str = "--png") -> None:
 def write_picture(
     run_dir: str | Path, path: str | Path, *, before: str | Path | None = None, after: str | Path | None = None
 ) -> Path:
-    """Draws loss, loss by position, throughput and memory of a run into a file."""
+    """Draws loss, loss by position, needles found and memory of a run into a file; throughput where one is missing."""
     check_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     run, path = load(run_dir, before=before, after=after), Path(path).expanduser()
-    found = {chart.key: chart for chart in (*training_charts(run), position_chart(run)) if chart is not None}
-    charts = [found[key] for key in MAIN if key in found]
+    evaluated = (position_chart(run), needle_chart(run))
+    found = {chart.key: chart for chart in (*training_charts(run), *evaluated) if chart is not None}
+    charts = [found[key] for key in MAIN if key in found][:MOST_CHARTS]
     if not charts:
         raise ValueError(f"{run_dir} has no finished step yet, so there is nothing to draw")
     columns = min(2, len(charts))

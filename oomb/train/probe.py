@@ -31,9 +31,16 @@ class Probe:
         self.needle: NeedleSettings | None = None
         self.haystacks: list[Any] = []
         if settings.needle_sizes:
-            self.needle = NeedleSettings(lengths=settings.needle_sizes, seed=settings.seed)
-            text: list[torch.Tensor] = []
-            for index in range(len(split.train)):
+            self.needle = NeedleSettings(
+                lengths=settings.needle_sizes,
+                num_depths=settings.needle_depths,
+                num_candidates=settings.needle_candidates,
+                num_haystacks=settings.needle_haystacks,
+                seed=settings.seed,
+            )
+            # Text that is never trained on, as far as it goes.
+            text = list(self.windows)
+            for index in range(len(split.train) if split.held_out is not None else 0):
                 if sum(map(len, text)) >= max(settings.needle_sizes):
                     break
                 text.append(split.train[index]["input_ids"])
@@ -50,7 +57,11 @@ class Probe:
                 with display.evaluating("needles", num_passes), trainer.accelerator.autocast():
                     found = evaluate(trainer.engine, self.windows, self.haystacks, self.needle)
                 display.log.write(event="eval", when=when, step=step, **found)
-                display.print(f"needles found {when} training: {found['needle']['accuracy']:.0%}")
+                needle = found["needle"]
+                display.print(
+                    f"needles found {when} training: {needle['accuracy']:.0%} (chance {needle['chance']:.0%}), "
+                    f"written exactly {needle['exact']:.0%}, gain {needle['gain']:+.2f} nats"
+                )
             if self.sample_tokens:
                 with trainer.accelerator.autocast():
                     sample = sample_text(

@@ -178,6 +178,15 @@ class Settings:
         "Before and after, hide needles in texts of so many tokens, as in 4K,16K, and ask for them.",
         kind="words",
     )
+    needle_depths: int = setting(
+        5, EVALUATION, "Parts of such a text that are asked about, each with one question.", least=1, below=101
+    )
+    needle_candidates: int = setting(
+        4, EVALUATION, "Needles in each part, 2 to 9: what the model chooses from.", least=2, below=10
+    )
+    needle_haystacks: int = setting(
+        4, EVALUATION, "Texts of each length. Each takes two passes before training and two after.", least=1
+    )
     sample_tokens: int = setting(
         64, EVALUATION, "Before and after, let the model write so many tokens, for the report. 0: none.", least=0
     )

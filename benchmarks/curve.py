@@ -1,0 +1,126 @@
+"""Time and memory of a step over the context, from files that plan_check.py wrote: a table and a picture.
+
+    python benchmarks/plan_check.py --cases lora-8bit --places host-brim --optimizer adamw \\
+        --contexts 64K,128K,256K,512K,1M,2M --out benchmarks/results/curve_host.json       # about 12 minutes, H200
+    python benchmarks/plan_check.py --cases lora-8bit --places brim --optimizer adamw \\
+        --contexts 4M --out benchmarks/results/curve_brim.json                             # about 15 minutes
+    python benchmarks/curve.py
+
+Exit code 1 if GPU memory grows by more than was asked for where all pages lie on the host.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from oomb.planner import short_tokens
+
+RESULTS = Path("benchmarks/results")
+FILES = [RESULTS / "curve_host.json", RESULTS / "curve_brim.json"]
+ASKED = 5.0
+"""MB of GPU memory per 10,000 tokens, at the most."""
+OFFLOADED, COLORS = "host-brim", {"host-brim": "tab:blue", "brim": "tab:orange"}
+LABELS = {"host-brim": "all pages on the host", "brim": "both tiers to the brim"}
+
+
+def read(paths: list[Path]) -> list[dict[str, Any]]:
+    """Rows of all files, those that were measured, by place and context."""
+    rows = [row for path in paths for row in json.loads(path.read_text())["rows"] if row["problem"] is None]
+    kinds = {(row["case"], row["optimizer"]) for row in rows}
+    if len(kinds) > 1:
+        raise ValueError(f"these files are of different steps, no curve: {sorted(kinds)}")
+    return sorted(rows, key=lambda row: (row["place"] != OFFLOADED, row["place"], row["context"]))
+
+
+def seconds(row: dict[str, Any]) -> float:
+    """Of a whole step, the optimizer's included."""
+    return row["measured_seconds"] + (row["optimizer_seconds"] or 0.0)
+
+
+def growth(rows: list[dict[str, Any]]) -> float | None:
+    """MB of GPU memory per 10,000 tokens, shortest against longest context, all pages on the host."""
+    peaks = {row["context"]: row["measured_gpu_bytes"] for row in rows if row["place"] == OFFLOADED}
+    if len(peaks) < 2:
+        return None
+    short, long = min(peaks), max(peaks)
+    return (peaks[long] - peaks[short]) / (long - short) * 10_000 / 1e6
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table(title="a step over the context")
+    for name in ("context", "pages", "time", "ms per 1,000 tokens", "of it optimizer", "GPU", "host"):
+        shown.add_column(name, justify="left" if name == "pages" else "right")
+    for row in rows:
+        shown.add_row(
+            f"{row['context']:,}",
+            LABELS.get(row["place"], row["place"]),
+            f"{seconds(row):.1f} s",
+            f"{seconds(row) / row['context'] * 1e6:.1f}",
+            "" if row["optimizer_seconds"] is None else f"{row['optimizer_seconds']:.2f} s",
+            f"{row['measured_gpu_bytes'] / 2**30:.2f} GiB",
+            f"{row['measured_host_bytes'] / 2**30:.2f} GiB",
+        )
+    return shown
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time per token, GPU memory and host memory, one below the other."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(3, 1, sharex=True)
+    for place in dict.fromkeys(row["place"] for row in rows):
+        mine = [row for row in rows if row["place"] == place]
+        contexts = [row["context"] for row in mine]
+        lines = (
+            [seconds(row) / row["context"] * 1e6 for row in mine],
+            [row["measured_gpu_bytes"] / 2**30 for row in mine],
+            [row["measured_host_bytes"] / 2**30 for row in mine],
+        )
+        for axes, values in zip(panels, lines, strict=True):
+            label = LABELS.get(place, place)
+            axes.plot(contexts, values, marker="o", color=COLORS.get(place), label=label)
+    for axes, name in zip(panels, ("ms per 1,000 tokens", "GPU memory, GiB", "host memory, GiB"), strict=True):
+        axes.set_ylabel(name)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    contexts = sorted({row["context"] for row in rows})
+    panels[-1].set_xscale("log", base=2)
+    panels[-1].set_xticks(contexts, [short_tokens(n) for n in contexts])
+    panels[-1].set_xlabel("tokens of context")
+    panels[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(
+    files: Annotated[list[Path] | None, typer.Argument(help="What plan_check.py wrote.")] = None,
+    out: Annotated[Path, typer.Option(help="The picture.")] = RESULTS / "curve.png",
+) -> None:
+    console = Console(width=120)
+    try:
+        rows = read(files or FILES)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+    console.print(table(rows))
+    grown = growth(rows)
+    if grown is not None:
+        verdict = "met" if grown <= ASKED else "NOT MET"
+        console.print(
+            f"GPU memory per 10,000 tokens, all pages on the host: {grown:.2f} MB, asked for {ASKED}: {verdict}"
+        )
+    plot(rows, out)
+    console.print(f"drawn in {out}")
+    raise typer.Exit(0 if grown is None or grown <= ASKED else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
