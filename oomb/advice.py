@@ -113,7 +113,7 @@ def fewest(options: Sequence[Option], fits: Callable[[Settings], bool]) -> Setti
         return None
     ordered = sorted(options, key=lambda option: option.harm)
     # The worst first: what is milder stays if it can do instead.
-    for setting in dict.fromkeys(option.setting for option in reversed(ordered)):
+    for setting in dict.fromkeys(option.setting for option in reversed(ordered) if option.setting in chosen):
         without = {name: value for name, value in chosen.items() if name != setting}
         milder = [{**chosen, setting: option.value} for option in ordered if option.setting == setting]
         chosen = next((some for some in (without, *milder) if some != chosen and fits(some)), chosen)

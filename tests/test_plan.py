@@ -285,10 +285,12 @@ def test_the_mildest_settings_do() -> None:
         7: {"a": 1, "b": 1, "c": 2}, 8: {"d": 1}, 15: {"a": 1, "b": 1, "c": 2, "d": 1}, 16: None,
     }  # fmt: skip
     # One that takes more than it gives is left out, if it is known for that.
-    saved["e", 1] = -5
+    saved |= {("e", 1): -5, ("e", 2): -20}
     hurting = advice.Option("e", 1, harms.TIME, may_hurt=True)
     assert chosen(15, [*options, hurting]) == found[15]
     assert chosen(15, [*options, replace(hurting, may_hurt=False)]) is None
+    worse = [advice.Option("e", value, harms.EIGHT_BITS, may_hurt=True) for value in (1, 2)]
+    assert chosen(8, [*options, *worse]) == found[8], "nor is it put in where there is room for it"
 
 
 @given(st.integers(0, 1 << 45))
