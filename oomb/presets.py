@@ -134,7 +134,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def is_preset(name: str) -> bool:
-    return name.lower() in PRESETS
+    """In capitals too, unless a folder is called so: `SmolLM2-135M` may be a model that someone has saved."""
+    return name in PRESETS or (name.lower() in PRESETS and not Path(name).is_dir())
 
 
 def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
@@ -155,7 +156,7 @@ def check_model_name(name: str) -> None:
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise ValueError(
-                f"{name} holds LoRA adapters without their base model; merge them first: "
+                f"{name} holds LoRA adapters without their base model; merge them first, with their tokenizer: "
                 f'peft.AutoPeftModelForCausalLM.from_pretrained("{name}").merge_and_unload().save_pretrained("merged")'
             )
         if not (path / "config.json").is_file():

@@ -129,3 +129,13 @@ def test_adapters_alone_are_refused_with_the_way_to_merge_them(tmp_path: Path) -
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"LoRA adapters without their base model.*merge_and_unload"):
         presets.check_model_name(str(tmp_path))
+
+
+def test_a_folder_comes_before_a_preset_that_is_called_so_in_small_letters(
+    saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M").symlink_to(saved_model)
+    assert not presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")
+    assert presets.load_model("SmolLM2-135M", device="cpu").config.vocab_size < 1000

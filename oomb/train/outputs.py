@@ -170,14 +170,18 @@ def _with_adapters(settings: Settings, saved_to: Path) -> str:
         )
     folder = repr(str(saved_to))
     merged = repr(str(saved_to.with_name("merged")))
-    return "\n".join(
-        [
-            "To load the adapters on top of the model, or to merge them into it:",
-            "  from peft import AutoPeftModelForCausalLM",
-            f"  model = AutoPeftModelForCausalLM.from_pretrained({folder})",
-            f"  model.merge_and_unload().save_pretrained({merged})",
+    lines = [
+        "To load the adapters on top of the model, or to merge them into it:",
+        "  from peft import AutoPeftModelForCausalLM",
+        f"  model = AutoPeftModelForCausalLM.from_pretrained({folder})",
+        f"  model.merge_and_unload().save_pretrained({merged})",
+    ]
+    if any(saved_to.glob("tokenizer*")):
+        lines += [
+            "  from transformers import AutoTokenizer",
+            f"  AutoTokenizer.from_pretrained({folder}).save_pretrained({merged})",
         ]
-    )
+    return "\n".join(lines)
 
 
 def _options(chosen: dict[str, Any]) -> str:
