@@ -139,6 +139,10 @@ def test_pages_die_without_the_garbage_collector(what: str, way: str, monkeypatc
     if way == "followed":
         follow(monkeypatch)
     engine = engine_for(tiny("llama", torch.float64), gpu_memory=0, **SIZES[8])
+
+    def stores() -> list[PageStore]:
+        return [x for x in gc.get_objects() if type(x) is PageStore and x.tiers is engine.budget.tiers]
+
     gc.collect()
     gc.disable()
     try:
@@ -146,13 +150,13 @@ def test_pages_die_without_the_garbage_collector(what: str, way: str, monkeypatc
             loss = engine.loss(random_ids(1, LENGTH))
         if what == "walked back":
             loss.backward()
-            (store,) = (x for x in gc.get_objects() if type(x) is PageStore)
+            (store,) = stores()
             assert store.chosen is not None and not any(
                 (store.chosen.means, store.chosen.touched, store.chosen.choices, store.chosen._addresses)
             )
             del store
         del loss
-        assert not [x for x in gc.get_objects() if type(x) is PageStore]
+        assert not stores()
     finally:
         gc.enable()
         engine.model.lm.zero_grad()
