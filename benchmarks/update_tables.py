@@ -92,8 +92,9 @@ def table() -> str:
             f"| {context:,} | {on_gpu} | {on_host} | {row['measured_host_bytes'] / 2**30:.1f} GiB | {moved} | "
             f"{row['waited_seconds']:.2f} s |"
         )
-    shortest, longest = min(by_place["gpu"]), max(by_place["gpu"])
-    measured, pages, _ = growth(by_place["gpu"], shortest)
+    on_gpu_alone = {row["context"]: row for row in load("plan_check_growth.json")["rows"]}
+    shortest, longest = min(on_gpu_alone), max(on_gpu_alone)
+    measured, pages, _ = growth(on_gpu_alone, shortest)
     middle = sorted(by_place["host"])[1]
     more, _, tokens = growth(by_place["host"], middle)
     error = load("gradient_error_qwen2.5-7b_16384_512.json")["summary"]["oomb default"]["worst_ratio_to_standard"]

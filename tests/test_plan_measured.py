@@ -50,7 +50,11 @@ def test_peaks_are_those_that_were_measured(
     assert plan.peak_gpu_bytes == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["plan_check.json", "plan_check_24gib.json"])
+MEMORY_ALONE = {"plan_check_growth.json"}
+"""Measured beside other work on the same GPU, which costs time and not memory."""
+
+
+@pytest.mark.parametrize("name", ["plan_check.json", "plan_check_24gib.json", *sorted(MEMORY_ALONE)])
 def test_memory_and_time_of_the_committed_results(name: str) -> None:
     """Not what was predicted then, but what is predicted now."""
     report = json.loads((RESULTS / name).read_text())
@@ -61,7 +65,8 @@ def test_memory_and_time_of_the_committed_results(name: str) -> None:
         plan = forecast(facts, Config(**row["settings"]), machine, length=row["context"], optimizer="none")
         assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.03)
         assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.03)
-        assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.05 if lora else 0.1)
+        if name not in MEMORY_ALONE:
+            assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.05 if lora else 0.1)
 
 
 # Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept
@@ -71,8 +76,8 @@ TIMES = [
     (65536, False, False, 13.40),
     (131072, False, False, 40.32),
     (262144, False, False, 137.4),
-    (65536, True, False, 12.10),
-    (131072, True, False, 34.81),
+    (65536, True, False, 12.05),
+    (131072, True, False, 34.91),
     (24576, False, False, 3.03),
     (24576, False, True, 3.81),
 ]
