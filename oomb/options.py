@@ -50,8 +50,8 @@ GpuMemory = Annotated[
     str,
     typer.Option(
         "--gpu_memory",
-        help="GPU memory for what grows with the context, as in 24GiB; the rest goes to host memory. 0: all of it. "
-        "auto: what is left beside weights, gradients, activations and AdamW.",
+        help="GPU memory for what grows with the context, as in 24GiB; the rest goes to host memory. 0: all "
+        "goes there. auto: what is left beside weights, gradients, activations and AdamW.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -163,32 +163,39 @@ ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def with_engine_options(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the engine's options, all but those named; it gets their values as `engine`. The command line is
-    read off a function's parameters, and this spares every command the same dozen of them."""
+    """Gives a command the engine's options, all but those named; it gets their values as `engine`."""
     options = {
         name: (annotation, defaults.get(name, default))
         for name, (annotation, default) in ENGINE_OPTIONS.items()
         if name not in without
     }
+    return with_options("engine", options)
+
+
+def with_options(
+    parameter: str, options: dict[str, tuple[Any, Any]]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command these options, by name with annotation and default, in the place of one parameter, as which it
+    gets their values. The command line is read off a function's parameters: this spares several commands the same."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def command(**values: Any) -> None:
-            engine = {name: values.pop(name) for name in options}
-            function(**values, engine=engine)
+            shared = {name: values.pop(name) for name in options}
+            function(**values, **{parameter: shared})
 
         hints = get_type_hints(function, include_extras=True)
-        own = [
-            parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
-            for name, parameter in signature(function).parameters.items()
-            if name != "engine"
-        ]
-        shared = [
-            Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-            for name, (annotation, default) in options.items()
-        ]
-        command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+        parameters: list[Parameter] = []
+        for name, own in signature(function).parameters.items():
+            if name != parameter:
+                parameters.append(own.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+                continue
+            parameters += [
+                Parameter(shared, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+                for shared, (annotation, default) in options.items()
+            ]
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {described.name: described.annotation for described in parameters}
         return command
 
     return decorate

@@ -148,13 +148,19 @@ def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
     return AutoConfig.for_model(shape.pop("model_type"), **shape)
 
 
+def holds_adapters(name: str) -> bool:
+    """Whether a folder holds LoRA adapters and no model."""
+    path = Path(name).expanduser()
+    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
+
+
 def check_model_name(name: str) -> None:
     """Refuse a name that can be neither a preset, nor a model folder, nor a hub id. Touches no network."""
     if is_preset(name):
         return
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        if holds_adapters(name):
             raise ValueError(
                 f"{name} holds LoRA adapters without their base model; merge them first, with their tokenizer: "
                 f'peft.AutoPeftModelForCausalLM.from_pretrained("{name}").merge_and_unload().save_pretrained("merged")'

@@ -8,33 +8,25 @@ import typer
 from rich.console import Console
 
 from oomb import presets
-from oomb.commands.shared import PRESET_NAMES, engine_settings, one_clear_message, quiet
-from oomb.options import DATA, MODEL, OUTPUT, Device, Dtype, parse_list, parse_tokens, with_engine_options
+from oomb.commands.shared import PRESET_NAMES, engine_settings, one_clear_message, quiet, train_options
+from oomb.options import DATA, OUTPUT, Device, Dtype, parse_list, parse_tokens, with_engine_options, with_options
+from oomb.train.settings import check_value
 
 NEEDLES = "Needles in a haystack"
 
 
 @with_engine_options("checkpoint_layers", "keep_attention", "param_grad_dtype", "grad_dtype")
+@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join"))
 def eval_(
     model: Annotated[
-        str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
-    ],
-    tokenizer_name: Annotated[
-        str | None,
-        typer.Option(
-            "--tokenizer_name",
-            help="Folder or hub id of a tokenizer, if not the model's. Presets read bytes.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    dataset: Annotated[
         str,
-        typer.Option(
-            "--dataset",
-            help="What to read, as for oomb train: a text file, a folder of them, or stdlib.",
-            rich_help_panel=DATA,
+        typer.Argument(
+            help="A folder that save_pretrained wrote, or LoRA adapters (with peft, on top of the model that they "
+            f"name), a hub id, or a preset: {PRESET_NAMES}."
         ),
-    ] = "stdlib",
+    ],
+    *,
+    reading: dict[str, Any],
     max_length: Annotated[
         str, typer.Option("--max_length", help="Tokens per window. 16384 and 16K are the same.", rich_help_panel=DATA)
     ] = "16384",
@@ -42,7 +34,8 @@ def eval_(
         int,
         typer.Option(
             "--max_eval_samples",
-            help="Windows, the first of the text: those that oomb train holds out.",
+            help="Windows, the first of the text: those that oomb train holds out, if --packing, --dataset_join, "
+            "--max_length and --seed are its own.",
             rich_help_panel=DATA,
         ),
     ] = 1,
@@ -78,7 +71,8 @@ def eval_(
         ),
     ] = 0,
     output: Annotated[
-        str | None, typer.Option("--output", help="Write all figures to this JSON file.", rich_help_panel=OUTPUT)
+        str | None,
+        typer.Option("--output", help="Write all figures to this JSON file, for oomb report.", rich_help_panel=OUTPUT),
     ] = None,
     seed: Annotated[
         int,
@@ -90,7 +84,6 @@ def eval_(
     ] = 42,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    *,
     engine: dict[str, Any],
 ) -> None:
     """Measure how a model uses a long context: perplexity by position, and needles in a haystack.
@@ -100,6 +93,8 @@ def eval_(
     Perplexity that falls with the position shows that the context is used. A needle is a sentence hidden in the text,
     "The code of amber falcon is 48213."; the model is asked for the code at the end, and chooses between codes that are
     hidden nearby. Only forward passes are made: what fits is several times what can be trained.
+
+    No settings of a run are looked for. To read data as a run of oomb train did, pass what its config.yaml says.
     """
     with one_clear_message():
         settings = engine_settings(engine)
@@ -109,7 +104,10 @@ def eval_(
             if needle_lengths is None
             else tuple(parse_list(needle_lengths, lambda text: parse_tokens(text, "--needle_lengths")))
         )
-        presets.check_model_name(model)
+        for name, value in reading.items():
+            check_value(name, value)
+        if not presets.holds_adapters(model):
+            presets.check_model_name(model)
         quiet()
         from oomb import evaluate
 
@@ -124,8 +122,7 @@ def eval_(
             )
         chosen = evaluate.Settings(
             model_name_or_path=model,
-            tokenizer_name=tokenizer_name,
-            dataset=dataset,
+            **reading,
             max_length=length,
             max_eval_samples=max_eval_samples,
             needle=needle,

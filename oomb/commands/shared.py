@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR, getLogger
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,12 +17,14 @@ from rich.markup import escape
 from oomb import presets
 from oomb.config import Config
 from oomb.options import parse_tokens
+from oomb.train.settings import TYPES, own_fields
 
 EXIT_NOT_TRUSTED = 1
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 PRESET_NAMES = ", ".join(presets.PRESETS)
+ALIASES = {"model_name_or_path": ["--model"]}
 
 
 @contextmanager
@@ -50,6 +53,24 @@ def _fail(message: str, error: Exception, *, unexpected: bool = False) -> NoRetu
     raise typer.Exit(EXIT_BAD_INPUT) from error
 
 
+@contextmanager
+def warnings_as_lines(console: Console) -> Iterator[None]:
+    """Warnings, such as that of a checkpoint that could not be written, as the other messages are: one yellow line,
+    above a panel and not across it, without the place in the source that Python puts before it."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def line(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
+            if category is UserWarning:
+                text = escape(" ".join(str(message).split()))
+                console.print(f"[yellow]{text}[/]", highlight=False, soft_wrap=True)
+            else:
+                show(message, category, *place, **options)
+
+        warnings.showwarning = line
+        yield
+
+
 def quiet() -> None:
     """transformers logs advice on standard error that does not apply to a run of ours, and would tear the bar. The
     hub's client logs every attempt to reach it."""
@@ -58,6 +79,30 @@ def quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("huggingface_hub").setLevel(ERROR)
+
+
+def train_options(*names: str) -> dict[str, tuple[Any, Any]]:
+    """Settings of `oomb train` as options of a command: by name, the annotation that typer reads and the default."""
+    options: dict[str, tuple[Any, Any]] = {}
+    for described in own_fields():
+        name, (kind, optional) = described.name, TYPES[described.name]
+        if name not in names:
+            continue
+        meaning = described.metadata["help"]
+        if name == "model_name_or_path":
+            meaning += f" The presets: {PRESET_NAMES}."
+        is_text = described.metadata["kind"] == "tokens"
+        option = typer.Option(
+            f"--{name}/--no_{name}" if kind is bool else f"--{name}",
+            *ALIASES.get(name, []),
+            help=meaning,
+            rich_help_panel=described.metadata["panel"],
+            show_default=kind is not bool,
+        )
+        plain: Any = str if is_text else kind
+        annotation: Any = Annotated[plain | None if optional else plain, option]
+        options[name] = annotation, str(described.default) if is_text else described.default
+    return options
 
 
 def engine_settings(options: dict[str, Any]) -> dict[str, Any]:

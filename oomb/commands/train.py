@@ -11,15 +11,15 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from oomb import presets
-from oomb.commands.shared import PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.commands.shared import engine_settings, one_clear_message, quiet, train_options, warnings_as_lines
 from oomb.options import ENGINE_OPTIONS
 from oomb.train import config_file
 from oomb.train.config_file import FileSettings
-from oomb.train.settings import LATEST, TYPES, SettingError, Settings, from_flag, own_fields
+from oomb.train.settings import LATEST, TYPES, SettingError, Settings, from_flag
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", help="A YAML file of settings; flags come before it.", rich_help_panel="Settings"),
+    typer.Option("--config", help="A YAML file of settings; a flag overrules it.", rich_help_panel="Settings"),
 ]
 PrintConfig = Annotated[
     bool,
@@ -32,7 +32,6 @@ PrintConfig = Annotated[
 Run = Annotated[
     Path | None, typer.Argument(metavar="RUN.YAML", help="The same as --config RUN.YAML.", show_default=False)
 ]
-ALIASES = {"model_name_or_path": ["--model"]}
 
 
 class TrainCommand(TyperCommand):
@@ -77,12 +76,12 @@ def train(ctx: typer.Context, **given: Any) -> None:
     With your own: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/]. With adapters in
     little memory: add [bold]--use_peft[/]. [bold]oomb plan[/] says beforehand what will fit.
 
-    All settings can stand in a YAML file: [bold]oomb train run.yaml --learning_rate 1e-5[/]. What a run was told is
-    written to OUTPUT_DIR/config.yaml.
+    All settings can stand in a YAML file: [bold]oomb train run.yaml --learning_rate 1e-5[/]. A flag overrules the
+    file. What a run was told is written to OUTPUT_DIR/config.yaml.
 
-    The model goes to OUTPUT_DIR/model, a JSON line per step to OUTPUT_DIR/metrics.jsonl. Ctrl-C stops at the next
-    chunk, saves the model and a checkpoint, and says how to go on: [bold]oomb train OUTPUT_DIR/config.yaml
-    --resume_from_checkpoint[/]
+    The model goes to OUTPUT_DIR/model, with --use_peft the adapters; a JSON line per step to
+    OUTPUT_DIR/metrics.jsonl. Ctrl-C stops at the next chunk, saves the model and a checkpoint of the last whole step,
+    and says how to go on: [bold]oomb train OUTPUT_DIR/config.yaml --resume_from_checkpoint[/]
     """
     with one_clear_message():
         settings = gather(ctx, given)
@@ -93,7 +92,9 @@ def train(ctx: typer.Context, **given: Any) -> None:
         quiet()
         from oomb.train.run import run
 
-        code = run(settings, Console())
+        console = Console()
+        with warnings_as_lines(console):
+            code = run(settings, console)
     raise typer.Exit(code)
 
 
@@ -132,27 +133,10 @@ def _parameters() -> list[Parameter]:
         Parameter("config", Parameter.KEYWORD_ONLY, annotation=Config, default=None),
         Parameter("print_config", Parameter.KEYWORD_ONLY, annotation=PrintConfig, default=False),
     ]
-    for described in own_fields():
-        name, (kind, optional) = described.name, TYPES[described.name]
-        flag = f"--{name}/--no_{name}" if kind is bool else f"--{name}"
-        meaning = described.metadata["help"]
-        if name == "model_name_or_path":
-            meaning += f" The presets: {PRESET_NAMES}."
-        is_text = described.metadata["kind"] == "tokens"
-        option = typer.Option(
-            flag,
-            *ALIASES.get(name, []),
-            help=meaning,
-            rich_help_panel=described.metadata["panel"],
-            show_default=kind is not bool,
-        )
-        plain: Any = str if is_text else kind
-        annotation: Any = Annotated[plain | None if optional else plain, option]
-        default = str(described.default) if is_text else described.default
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default))
+    options = {**train_options(*TYPES), **ENGINE_OPTIONS}
     parameters += [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in ENGINE_OPTIONS.items()
+        for name, (annotation, default) in options.items()
     ]
     return parameters
 

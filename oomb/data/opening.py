@@ -77,6 +77,7 @@ def open_dataset(
     enough = None if num_train is None else max(num_train + num_held_out, 5 * num_held_out)
     folder = None if dataset == STDLIB else shards.find(Path(dataset).expanduser())
     notes: tuple[str, ...] = ()
+    is_all_read = True
     if folder is not None:
         if join != "documents":
             raise ValueError(f"{folder} is tokenised already, and join is {join!r}: say so to oomb tokenize instead")
@@ -89,7 +90,7 @@ def open_dataset(
         kind = kind_of(source.read(int(order[0])))
         packing = _packing(packing, kind)
         encoder = Encoder(tokenizer, kind, vocab_size)
-        tokens, tally = _tokenise(source, order, encoder, packing, max_length, enough)
+        tokens, tally, is_all_read = _tokenise(source, order, encoder, packing, max_length, enough)
         name, notes = source.name, source.notes
         if len(tokens) >= MANY_TOKENS:
             notes += (f"{len(tokens):,} tokens are held in memory; oomb tokenize writes them to disk, once",)
@@ -109,6 +110,8 @@ def open_dataset(
         num_documents=tally.num_documents,
         skipped=tuple(Path(path) for path in tally.not_text),
         packing=packing,
+        num_examples=len(bounds_N2) - border,
+        is_all_read=is_all_read,
         notes=(*tally.notes(), *notes),
     )
 
@@ -122,8 +125,10 @@ def _packing(packing: str, kind: str) -> str:
 
 def _tokenise(
     source: Source, order: np.ndarray, encoder: Encoder, packing: str, max_length: int, enough: int | None
-) -> tuple[Tokens, Tally]:
+) -> tuple[Tokens, Tally, bool]:
+    """The tokens, what was found, and whether all of the source was read."""
     tally = Tally()
+    is_all_read = True
     parts: list[np.ndarray] = []
     spans: list[np.ndarray] = []
     ends: list[int] = []
@@ -148,6 +153,7 @@ def _tokenise(
             # Of windows of conversations some are left out, which ones is not known yet.
             num_known = num_tokens // max_length if document.spans is None else 0
         if num_known >= enough:
+            is_all_read = False
             break
     if num_tokens and (not ends or ends[-1] < num_tokens):
         # As much of a repository as was needed.
@@ -155,7 +161,7 @@ def _tokenise(
         tally.num_documents += 1
     tally.refuse_nothing(source.name)
     joined = np.concatenate(spans) if spans else None
-    return Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined), tally
+    return Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined), tally, is_all_read
 
 
 def _refuse_too_little(name: str, tokens: Tokens, tally: Tally, max_length: int, unit: str) -> None:

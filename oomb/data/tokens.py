@@ -116,6 +116,10 @@ class Windows(Dataset):
         ids = self._tokens.read(start, stop)
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(self._tokens.labels(ids, start))}
 
+    def first(self, number: int) -> Windows:
+        """So many of them, or all if there are fewer."""
+        return Windows(self._tokens, self._bounds_N2[:number])
+
     @property
     def lengths(self) -> list[int]:
         """Tokens of each example."""
@@ -133,5 +137,9 @@ class Split:
     skipped: tuple[Path, ...]
     """Files of a folder left out because they hold no text."""
     packing: str = "windows"
+    num_examples: int = 0
+    """To train on in what was read, of which `train` may be the first few."""
+    is_all_read: bool = True
+    """Whether that is all of the dataset, and not just as much as was asked for."""
     notes: tuple[str, ...] = ()
     """Remarks for the user."""

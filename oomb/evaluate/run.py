@@ -21,6 +21,7 @@ from torch import Tensor
 from oomb import data, presets
 from oomb.config import Config
 from oomb.engine import Engine
+from oomb.evaluate.adapters import base_of, with_adapters
 from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.samples import sample_text
@@ -43,6 +44,8 @@ class Settings:
     model_name_or_path: str
     tokenizer_name: str | None = None
     dataset: str = data.STDLIB
+    packing: str = "auto"
+    dataset_join: str = "documents"
     max_length: int = 16384
     max_eval_samples: int = 1
     needle: NeedleSettings | None = None
@@ -73,18 +76,19 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     config = Config.from_dict(settings.engine)
     device = presets.resolve_device(settings.device)
     presets.resolve_dtype(settings.dtype, device)
-    model_config = presets.load_config(settings.model_name_or_path)
-    tokenizer = tokenizer_for(settings.model_name_or_path, model_config, settings.tokenizer_name)
+    base = base_of(settings.model_name_or_path)
+    whole = settings.model_name_or_path if base is None else base
+    model_config = presets.load_config(whole)
+    tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base))
     # Text is cheaper to find fault with than weights are to load.
-    windows, text = _read(settings, tokenizer)
+    split, windows, text = _read(settings, tokenizer, model_config.get_text_config().vocab_size)
     haystacks = [] if settings.needle is None else build_haystacks(text, tokenizer, settings.needle)
     _check_positions(settings, model_config, console)
+    _describe(settings, base, split, windows, console)
 
     torch.manual_seed(settings.seed)
-    model = presets.load_model(
-        settings.model_name_or_path, dtype=settings.dtype, device=str(device), config=model_config
-    )
-    engine = Engine(model, config)
+    model = presets.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config)
+    engine = Engine(model if base is None else with_adapters(model, settings.model_name_or_path), config)
     lengths = [len(window["input_ids"]) for window in windows] + [h.length for h in haystacks for _ in range(2)]
     with _showing(engine, lengths, console):
         found = evaluate(engine, windows, haystacks, settings.needle)
@@ -95,7 +99,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
                 engine, prompt, tokenizer, num_tokens=settings.sample_tokens, seed=settings.seed
             )
     _print(found, settings, console)
-    report = {"model": settings.model_name_or_path, "dataset": settings.dataset, **found}
+    report = {"model": settings.model_name_or_path, "base": base, "dataset": settings.dataset, **found}
     report |= {"settings": asdict(settings), "engine": asdict(config), "machine": machine()}
     report["wall_s"] = round(time.monotonic() - started, 2)
     if settings.output is not None:
@@ -145,22 +149,63 @@ def tokenizer_for(
     return tokenizer
 
 
-def _read(settings: Settings, tokenizer: PreTrainedTokenizerBase | None) -> tuple[list[dict[str, Tensor]], Tensor]:
+def _tokenizer_name(settings: Settings, base: str | None) -> str | None:
+    """Adapters are saved with the tokenizer that they were trained with; that one comes before the base model's."""
+    if settings.tokenizer_name is not None or base is None:
+        return settings.tokenizer_name
+    folder = Path(settings.model_name_or_path).expanduser()
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in presets.TOKENIZER_FILES)
+    return str(folder) if has_tokenizer else None
+
+
+def _read(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> tuple[data.Split, list[dict[str, Tensor]], Tensor]:
     """The windows to evaluate on, and text for haystacks. The first windows of a text are what `oomb train` holds
     out."""
     most = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
     num_windows = max(settings.max_eval_samples, -(-most // settings.max_length))
-    split = data.load(
-        settings.dataset,
-        max_length=settings.max_length,
-        tokenizer=tokenizer,
-        num_train=num_windows,
-        num_held_out=settings.max_eval_samples,
-        seed=settings.seed,
-    )
-    parts = [split.train] if split.held_out is None else [split.held_out, split.train]
-    windows = [part[i] for part in parts for i in range(len(part))]
-    return windows[: settings.max_eval_samples], torch.cat([window["input_ids"] for window in windows])
+    while True:
+        split = data.open_dataset(
+            settings.dataset,
+            tokenizer=tokenizer,
+            max_length=settings.max_length,
+            packing=settings.packing,
+            join=settings.dataset_join,
+            vocab_size=vocab_size,
+            num_train=num_windows,
+            num_held_out=settings.max_eval_samples,
+            seed=settings.seed,
+        )
+        parts = [split.train] if split.held_out is None else [split.held_out, split.train]
+        windows = [part[i] for part in parts for i in range(len(part))]
+        text = torch.cat([window["input_ids"] for window in windows])
+        # Documents may be short. How many of them a haystack takes is known once they are read.
+        if len(text) >= most or len(split.train) < num_windows:
+            return split, windows[: settings.max_eval_samples], text
+        num_windows *= 4
+
+
+def _describe(
+    settings: Settings, base: str | None, split: data.Split, windows: list[dict[str, Tensor]], console: Console
+) -> None:
+    """What is read, in a few lines."""
+    num, asked = len(windows), settings.max_eval_samples
+    what = f"{num:,} of its windows" if split.packing == "windows" else f"{num:,} of its documents, or pieces of them"
+    at_most = "" if split.packing == "windows" else "at most "
+    lines = [f"[bold]{escape(settings.dataset)}[/]: {what}, {at_most}{settings.max_length:,} tokens each"]
+    if base is not None:
+        lines.insert(0, f"[bold]{escape(settings.model_name_or_path)}[/]: LoRA adapters on top of {escape(base)}")
+    if num < asked:
+        lines.append(f"[yellow]--max_eval_samples {asked:,} is more than the {num:,} there are[/]")
+    held_out = 0 if split.held_out is None else len(split.held_out)
+    if held_out < num:
+        lines.append(
+            f"[yellow]oomb train holds out {held_out:,} of them, a fifth of the data at most: a model that was trained "
+            "on this dataset has seen the others[/]"
+        )
+    lines += [f"[yellow]{escape(note)}[/]" for note in split.notes]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _check_positions(settings: Settings, config: PretrainedConfig, console: Console) -> None:

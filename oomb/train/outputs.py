@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 from transformers import PreTrainedTokenizerBase
 
 from oomb import checkpoints, presets
@@ -50,14 +52,65 @@ def _refuse_used(output_dir: Path) -> None:
     newest = checkpoints.latest(output_dir)
     if newest is not None:
         raise ValueError(
-            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint {newest}, "
-            "name another --output_dir, or pass --overwrite_output_dir"
+            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint "
+            f"{shlex.quote(str(newest))}, name another --output_dir, or pass --overwrite_output_dir"
         )
-    for name, what in ((MODEL, "a trained model"), (METRICS, "the metrics of a run")):
-        if (output_dir / name).exists():
-            raise ValueError(
-                f"{output_dir} already holds {what}; name another --output_dir, or pass --overwrite_output_dir"
-            )
+    remedy = "name another --output_dir, or pass --overwrite_output_dir"
+    if (output_dir / MODEL).exists():
+        raise ValueError(f"{output_dir} already holds a trained model; {remedy}")
+    if checkpoints.find(output_dir):
+        raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
+    if (output_dir / METRICS).exists() and not is_broken_off(output_dir):
+        raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
+    process = _process_at_work(output_dir)
+    if process is not None:
+        raise ValueError(f"process {process} is at work in {output_dir}; name another --output_dir, or wait for it")
+
+
+def is_broken_off(output_dir: Path) -> bool:
+    """Whether a run in this folder was started and ended before its first step. All that it left can be had again."""
+    if (output_dir / MODEL).exists() or checkpoints.find(output_dir):
+        return False
+    events = _events(output_dir)
+    return bool(events) and not any(map(_tells_of_a_step, events))
+
+
+def _events(output_dir: Path) -> list[dict[str, Any] | None]:
+    """What a run has told, line by line; None where a line cannot be read."""
+    path = output_dir / METRICS
+    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n") if path.is_file() else []
+    events: list[dict[str, Any] | None] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            # The last line is empty, or all that a kill has left of one.
+            event = {} if number == len(lines) else None
+        events.append(event if isinstance(event, dict) else None)
+    return events
+
+
+def _tells_of_a_step(event: dict[str, Any] | None) -> bool:
+    if event is None:
+        return True  # who knows
+    # With --logging_steps some steps are told of only by what follows them: a held-out loss, the end.
+    return event.get("event") == "step" or any(event.get(name, 0) != 0 for name in ("step", "steps"))
+
+
+def _process_at_work(output_dir: Path) -> int | None:
+    """The process whose run in this folder has not come to its first step yet, as far as can be told."""
+    events = [event for event in _events(output_dir) if event is not None]
+    started: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "start"), {})
+    pid = started.get("pid")
+    has_ended = any(event.get("event") == "end" for event in events)
+    if has_ended or not isinstance(pid, int) or pid == os.getpid() or started.get("host") != platform.node():
+        return None
+    try:
+        # A process that is younger than the file is another one with the same number.
+        is_it = psutil.Process(pid).create_time() <= (output_dir / METRICS).stat().st_mtime
+    except (psutil.Error, OSError):
+        return None
+    return pid if is_it else None
 
 
 def checkpoint_of(settings: Settings) -> str | None:
@@ -72,7 +125,8 @@ def checkpoint_of(settings: Settings) -> str | None:
     newest = checkpoints.latest(Path(settings.output_dir).expanduser())
     if newest is None:
         raise ValueError(
-            f"--output_dir {settings.output_dir} holds no checkpoint to resume from; --save_steps N writes some"
+            f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out "
+            "--resume_from_checkpoint to start at the first step. --save_steps N writes checkpoints"
         )
     return str(newest)
 
@@ -128,8 +182,10 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
             old.rename(folder)
         if isinstance(error, Exception) and checkpoints.is_failure_to_write(error):
             newest = checkpoints.latest(folder.parent)
-            rest = f"; the newest checkpoint is {newest}, which from_pretrained reads" if newest is not None else ""
-            raise ValueError(f"the trained model could not be saved in {folder}: {error}{rest}") from error
+            rest = f"from_pretrained reads {newest}, the newest checkpoint" if newest else "there is no checkpoint"
+            kept = "the one that was there before is as it was" if folder.exists() else "nothing of it is left"
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise ValueError(f"the trained model could not be saved in {folder} ({reason}): {kept}; {rest}") from error
         raise
     shutil.rmtree(old, ignore_errors=True)
     return folder
@@ -152,6 +208,7 @@ def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -
     where = {"device": settings.device, "dtype": settings.dtype}
     engine = {key: value for key, value in settings.engine.items() if key in ("kernels", "fuse", "keep_attention")}
     go_on = {"model_name_or_path": str(saved_to), "dataset": settings.dataset, "learning_rate": settings.learning_rate}
+    go_on |= {"packing": settings.packing, "dataset_join": settings.dataset_join}
     go_on |= {"max_length": context, "max_steps": 10, **where, **settings.engine}
     commands = {
         f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}": "check its gradients on this machine",

@@ -132,7 +132,8 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
 def load_windows(
     settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
 ) -> data.Split:
-    steps = settings.max_steps or (_demo_steps(device) if settings.is_demo else None)
+    """As many windows as the run reads, where it reads some of them only."""
+    steps = settings.max_steps or _demo_steps(settings, device)
     split = data.open_dataset(
         settings.dataset,
         tokenizer=tokenizer,
@@ -154,19 +155,26 @@ def load_windows(
             f"--eval_strategy {settings.eval_strategy} needs text held out, and {settings.dataset} is a single window "
             f"of {settings.max_length} tokens: lower --max_length"
         )
-    return split
+    # config.yaml names the steps that epochs come to, and a run that goes on from it must find the same windows.
+    num_read = _steps(settings, device, split.num_examples) * settings.windows_per_step
+    return replace(split, train=split.train.first(num_read))
 
 
-def _demo_steps(device: torch.device) -> int:
+def _demo_steps(settings: Settings, device: torch.device) -> int | None:
+    """The built-in example is short, unless it is told how often to read its text."""
+    if not settings.is_demo or settings.num_train_epochs != 1:
+        return None
     return DEMO_STEPS["cuda" if device.type == "cuda" else "cpu"]
 
 
+def _steps(settings: Settings, device: torch.device, num_windows: int) -> int:
+    by_epochs = math.ceil(settings.num_train_epochs * num_windows / settings.windows_per_step)
+    return settings.max_steps or _demo_steps(settings, device) or max(1, by_epochs)
+
+
 def resolved(settings: Settings, output_dir: Path, device: torch.device, num_windows: int) -> Settings:
-    """With the defaults that depend on model and data: what config.yaml says of the run."""
-    steps = settings.max_steps
-    if steps is None:
-        by_epochs = math.ceil(settings.num_train_epochs * num_windows / settings.windows_per_step)
-        steps = _demo_steps(device) if settings.is_demo and settings.num_train_epochs == 1 else max(1, by_epochs)
+    """With the defaults that depend on model and data, which has so many windows: what config.yaml says of the run."""
+    steps = _steps(settings, device, num_windows)
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = min(max(steps // 10, 2), 100, steps // 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,7 +54,7 @@ def run(settings: Settings, console: Console) -> int:
     tokenizer = prepare.load_tokenizer(settings, model_config)
     split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
     probe = Probe(settings, split, tokenizer)
-    told = prepare.resolved(settings, output_dir, device, len(split.train))
+    told = prepare.resolved(settings, output_dir, device, split.num_examples)
     arguments = prepare.arguments_of(told, device, precision.mixed)
     if first_step >= arguments.max_steps:
         raise ValueError(
@@ -68,6 +70,9 @@ def run(settings: Settings, console: Console) -> int:
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
 
     outputs.check_room(model, output_dir)
+    if resume is None and outputs.is_broken_off(output_dir):
+        text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
+        console.print(text, highlight=False, soft_wrap=True)
     (output_dir / CONFIG).write_text(config_file.write(told), encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
@@ -85,6 +90,8 @@ def run(settings: Settings, console: Console) -> int:
                 settings=asdict(settings),
                 engine=asdict(config),
                 machine=machine(),
+                host=platform.node(),
+                pid=os.getpid(),
                 budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
             )
             display.print(_describe(told, model, split, trainer, device, config, placement, precision))
@@ -122,13 +129,13 @@ def run(settings: Settings, console: Console) -> int:
     except KeyboardInterrupt:
         display.close()
         checkpoints.clean(output_dir)
-        what = f"the trained model is in {saved_to}" if saved_to else "nothing was saved"
+        what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
         console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
         if checkpoints.latest(output_dir) is not None:
             console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
         return EXIT_INTERRUPTED
     if stopped:
-        where = f"the model as of then is in {saved_to}" if saved_to else "nothing was saved"
+        where = f"the model as of then is in {saved_to}" if saved_to else _nothing_saved(output_dir)
         console.print(
             f"[yellow]stopped after step {step} of {arguments.max_steps}; {where}[/]", highlight=False, soft_wrap=True
         )
@@ -145,6 +152,11 @@ def run(settings: Settings, console: Console) -> int:
         )
         console.print(next_steps, highlight=False, markup=False, soft_wrap=True)
     return interrupts.exit_code if stopped or interrupts.terminated else 0
+
+
+def _nothing_saved(output_dir: Path) -> str:
+    again = "; the same command starts anew" if outputs.is_broken_off(output_dir) else ""
+    return f"nothing was saved{again}"
 
 
 def _facts(
@@ -234,19 +246,16 @@ def _describe(
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     adapters = f" (trained: {trained / 1e6:,.2f}M in adapters)" if settings.use_peft else ""
     steps = trainer.args.max_steps
-    passes = steps * settings.windows_per_step / len(split.train)
-    again = f", each read {passes:.1f} times" if passes > 1.05 else ""
+    thing = "window" if split.packing == "windows" else "example"
     numbers = "4 bits" if settings.load_in_4bit else precision.dtype
     numbers += " computed in bfloat16" if precision.mixed and precision.dtype != "bfloat16" else ""
     model_name, dataset = escape(settings.model_name_or_path), escape(settings.dataset)
-    held_out = len(split.held_out) if split.held_out else 0
     optimizer = ", AdamW's states on the host" if settings.optim == "offloaded_adamw" else ""
     lines = [
         f"[bold]{model_name}[/]: {sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {numbers}, "
         f"on {device}",
-        f"[bold]{dataset}[/]: {count(len(split.train), 'window')} of {settings.max_length:,} tokens to train on"
-        f"{again}; {count(held_out, 'window')} held out",
-        f"{count(steps, 'step')} of {count(settings.windows_per_step, 'window')}, learning rate "
+        f"[bold]{dataset}[/]: {_what_is_read(settings, split, steps, thing)}; {_held_out(settings, split, thing)}",
+        f"{count(steps, 'step')} of {count(settings.windows_per_step, thing)}, learning rate "
         f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens{optimizer}",
     ]
     if placement.capacity:
@@ -264,3 +273,26 @@ def _describe(
         )
     lines += [f"[yellow]{escape(note)}[/]" for note in split.notes]
     return "\n".join(lines)
+
+
+def _what_is_read(settings: Settings, split: data.Split, steps: int, thing: str) -> str:
+    """How many windows there are, how many of them the run reads, and how often."""
+    there, read = split.num_examples, len(split.train)
+    passes = steps * settings.windows_per_step / read
+    often = f"{passes:.1f} times" if passes > 1.05 else "once"
+    least = "" if split.is_all_read else "at least "
+    size = "of" if split.packing == "windows" else "(documents, long ones in pieces) of at most"
+    found = f"{least}{count(there, thing)} {size} {settings.max_length:,} tokens to train on"
+    if read == there and split.is_all_read:
+        return f"{found}, each read {often}"
+    return f"{found}, of which {count(steps, 'step')} read the first {read:,}, {often}"
+
+
+def _held_out(settings: Settings, split: data.Split, thing: str) -> str:
+    if split.held_out is not None:
+        asked, held_out = settings.max_eval_samples, len(split.held_out)
+        why = f" of --max_eval_samples {asked:,}: a fifth of the data at most" if held_out < asked else ""
+        return f"{count(held_out, thing)} held out{why}"
+    if settings.max_eval_samples == 0:
+        return "none held out, by --max_eval_samples 0"
+    return f"none held out: the data is a single {thing}, a smaller --max_length would make more of it"

@@ -76,7 +76,8 @@ class Settings:
     bf16: bool | None = setting(
         None,
         MODEL,
-        "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU with float32 weights.",
+        "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU, where --dtype auto comes to "
+        "float32.",
     )
     device: str = setting("auto", MODEL, "auto (a GPU if there is one), cpu, cuda or cuda:0.")
     seed: int = setting(42, MODEL, "Seed of new weights, of the order of the data and of dropout.", least=0)
@@ -102,8 +103,8 @@ class Settings:
     dataset: str = setting(
         "stdlib",
         DATA,
-        "A text file, a folder of them, JSON lines (text, or messages of a conversation), a table of the datasets "
-        "library, a folder that oomb tokenize wrote, or stdlib: Python's own library source.",
+        "A text file, a folder of them, JSON lines (text, prompt and completion, or messages of a conversation), "
+        "Parquet, a folder that datasets saved or that oomb tokenize wrote, or stdlib: Python's own library source.",
     )
     max_length: int = setting(
         16384, DATA, "Context: tokens per training window. 16384 and 16K are the same.", least=2, kind="tokens"
@@ -161,7 +162,10 @@ class Settings:
     max_grad_norm: float = setting(1.0, OPTIMIZER, "Clip gradients to this norm; 0: never.", least=0)
 
     max_eval_samples: int = setting(
-        1, EVALUATION, "Windows held out, the first of the text, for a loss before and after. 0: none.", least=0
+        1,
+        EVALUATION,
+        "Windows held out, the first of the text and a fifth of it at most, for a loss before and after. 0: none.",
+        least=0,
     )
     eval_strategy: str = setting(
         "no",
@@ -192,7 +196,9 @@ class Settings:
     )
 
     output_dir: str | None = setting(None, OUTPUT, "Where to save. Default: a new folder under runs/.")
-    overwrite_output_dir: bool = setting(False, OUTPUT, "Write into an --output_dir that holds an earlier run.")
+    overwrite_output_dir: bool = setting(
+        False, OUTPUT, "Write into an --output_dir that holds what an earlier run has trained."
+    )
     save_steps: int | None = setting(
         None,
         OUTPUT,
@@ -294,6 +300,11 @@ class Settings:
 def own_fields() -> list[Field[Any]]:
     """All fields but the engine's."""
     return [described for described in fields(Settings) if described.name != "engine"]
+
+
+def check_value(key: str, value: Any) -> None:
+    """For commands that take some of the settings. Raises `SettingError`."""
+    _check(next(described for described in own_fields() if described.name == key), value)
 
 
 def plain_type(annotation: Any) -> tuple[type, bool]:
