@@ -153,7 +153,8 @@ def _tokenise(
             # Of windows of conversations some are left out, which ones is not known yet.
             num_known = num_tokens // max_length if document.spans is None else 0
         if num_known >= enough:
-            is_all_read = False
+            # Of several records, those after this one have not been looked at.
+            is_all_read = len(order) == 1 and document.closes
             break
     if num_tokens and (not ends or ends[-1] < num_tokens):
         # As much of a repository as was needed.

@@ -85,7 +85,7 @@ def _events(output_dir: Path) -> list[dict[str, Any] | None]:
             event = json.loads(line)
         except ValueError:
             # The last line is empty, or all that a kill has left of one.
-            event = {} if number == len(lines) else None
+            event = {} if number == len(lines) and '"step"' not in line else None
         events.append(event if isinstance(event, dict) else None)
     return events
 
@@ -106,8 +106,10 @@ def _process_at_work(output_dir: Path) -> int | None:
     if has_ended or not isinstance(pid, int) or pid == os.getpid() or started.get("host") != platform.node():
         return None
     try:
+        process = psutil.Process(pid)
         # A process that is younger than the file is another one with the same number.
-        is_it = psutil.Process(pid).create_time() <= (output_dir / METRICS).stat().st_mtime
+        is_it = process.create_time() <= (output_dir / METRICS).stat().st_mtime
+        is_it = is_it and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OSError):
         return None
     return pid if is_it else None

@@ -1,0 +1,276 @@
+"""How a run of `oomb train` begins and breaks off: what it finds in its folder, what it says of its data, and whether
+the command that it ends with goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import invoke
+
+from oomb import checkpoints, data
+from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
+from oomb.progress import TrainingDisplay
+from oomb.train import outputs, prepare
+from oomb.train import run as run_module
+from oomb.train.settings import Settings
+from oomb.trainer import Trainer
+
+TOY = [
+    "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "2", "--device", "cpu",
+    "--sample_tokens", "0", "--no_report", "--output_dir", "out",
+]  # fmt: skip
+OVERWRITTEN = "overwriting what a start that was broken off before its first step left in out"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text())
+    return tmp_path
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in records(folder) if event["event"] == "step"}
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def ctrl_c_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise RuntimeError("the GPU has fallen off the bus")
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "said"),
+    [
+        (terminate, EXIT_TERMINATED, "stopped after step 0 of 2; nothing was saved; the same command starts anew"),
+        (ctrl_c_twice, EXIT_INTERRUPTED, "ended by Ctrl-C; nothing was saved; the same command starts anew"),
+        (fail, 2, "the GPU has fallen off the bus"),
+    ],
+)
+def test_a_start_that_was_broken_off_is_no_obstacle(
+    here: Path, monkeypatch: pytest.MonkeyPatch, happens: Any, code: int, said: str
+) -> None:
+    evaluate = Trainer.evaluate
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "evaluate", lambda *args: (happens(), evaluate(*args))[1])
+        broken = invoke("train", *TOY)
+    assert broken.exit_code == code, broken.output
+    assert said in broken.output
+    assert OVERWRITTEN not in broken.output
+    left = sorted(path.name for path in (here / "out").iterdir())
+    assert left == ["config.yaml", "metrics.jsonl"]
+    nothing = invoke("train", "out/config.yaml", "--resume_from_checkpoint")
+    assert "holds no checkpoint to resume from: leave out --resume_from_checkpoint" in nothing.output
+
+    again = invoke("train", *TOY)
+    assert again.exit_code == 0, again.output
+    assert again.output.count(OVERWRITTEN) == 1
+    assert [event["event"] for event in records(here / "out")].count("start") == 1
+    # And what it has trained is protected from the very same command.
+    before = (here / "out" / "metrics.jsonl").read_bytes()
+    refused = invoke("train", *TOY)
+    assert refused.exit_code == 2
+    assert "out already holds a trained model" in refused.output
+    assert (here / "out" / "metrics.jsonl").read_bytes() == before
+
+
+START = {"event": "start", "settings": {"eval_steps": 5}}
+HELD_OUT = {"event": "held_out", "step": 0, "loss": 5.0}
+
+
+def lines(*events: Any) -> str:
+    return "".join(event if isinstance(event, str) else json.dumps(event) + "\n" for event in events)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        lines(),
+        lines(START),
+        lines(START, HELD_OUT, {"event": "sample", "when": "before", "step": 0}),
+        lines(START, HELD_OUT, {"event": "end", "stopped": True, "steps": 0}),
+        lines(START, '{"event": "held_o'),
+    ],
+)
+def test_what_a_start_leaves(here: Path, left: str) -> None:
+    Path("out").mkdir()
+    Path("out/metrics.jsonl").write_text(left)
+    Path("out/config.yaml").write_text("seed: 1\n")
+    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+    assert outputs.is_broken_off(Path("out"))
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        lines(START, {"event": "step", "step": 1, "loss": 5.0}),
+        # With --logging_steps 100, and an evaluation or the end before that.
+        lines(START, HELD_OUT, {"event": "held_out", "step": 50, "loss": 4.0}),
+        lines(START, {"event": "end", "stopped": True, "steps": 50}),
+        # What cannot be read may be anything.
+        lines(START, "not JSON\n", HELD_OUT),
+        lines(START, '{"event": "step", "step": 1, "lo'),
+    ],
+)
+def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
+    Path("out").mkdir()
+    Path("out/metrics.jsonl").write_text(left)
+    with pytest.raises(ValueError, match="out already holds the metrics of a run; name another --output_dir"):
+        outputs.output_dir_of(Settings(output_dir="out"))
+    assert not outputs.is_broken_off(Path("out"))
+    assert outputs.output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
+
+
+def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
+    for name, message in (("model", "a trained model"), ("checkpoint-3", "checkpoints, none of them whole")):
+        folder = here / f"with {name}"
+        (folder / name).mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(lines(START))
+        assert not outputs.is_broken_off(folder)
+        if name == "model":
+            with pytest.raises(ValueError, match=f"already holds {message}"):
+                outputs.output_dir_of(Settings(output_dir=str(folder)))
+        else:
+            with pytest.warns(UserWarning, match="no whole"), pytest.raises(ValueError, match=message):
+                outputs.output_dir_of(Settings(output_dir=str(folder)))
+
+
+def test_a_run_that_has_just_begun_is_not_overwritten(here: Path) -> None:
+    Path("out").mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        begun = {**START, "host": platform.node(), "pid": other.pid}
+        Path("out/metrics.jsonl").write_text(lines(begun))
+        with pytest.raises(ValueError, match=f"process {other.pid} is at work in out"):
+            outputs.output_dir_of(Settings(output_dir="out"))
+        # Of another machine the numbers of processes say nothing.
+        Path("out/metrics.jsonl").write_text(lines({**begun, "host": "elsewhere"}))
+        assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+        Path("out/metrics.jsonl").write_text(lines(begun, {"event": "end", "steps": 0}))
+        assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+        other.communicate(b"\n")
+    Path("out/metrics.jsonl").write_text(lines(begun))
+    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+    # Another process that has got the same number since.
+    Path("out/metrics.jsonl").write_text(lines({**begun, "pid": os.getppid()}))
+    os.utime("out/metrics.jsonl", (1, 1))
+    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "flags", "said"),
+    [
+        (1, {}, "19 windows of 100 tokens to train on, each read once; 1 window held out"),
+        (1, {"max_steps": 3}, "19 windows of 100 tokens to train on, of which 3 steps read the first 3, once; 1 window"),
+        (1, {"max_steps": 57}, "19 windows of 100 tokens to train on, each read 3.0 times; 1 window held out"),
+        (1, {"num_train_epochs": 2.0}, "19 windows of 100 tokens to train on, each read 2.0 times; 1 window held out"),
+        (1, {"num_train_epochs": 0.5}, "19 windows of 100 tokens to train on, of which 10 steps read the first 10, on"),
+        (9, {}, "179 windows of 100 tokens to train on, each read once; 1 window held out"),
+        (9, {"max_steps": 3}, "at least 19 windows of 100 tokens to train on, of which 3 steps read the first 3, once;"),
+        (1, {"max_eval_samples": 0}, "20 windows of 100 tokens to train on, each read once; none held out, by --max_ev"),
+        (1, {"max_eval_samples": 9}, "each read once; 4 windows held out of --max_eval_samples 9: a fifth of the data "),
+        (1, {"max_length": 2000}, "1 window of 2,000 tokens to train on, each read once; none held out: the data is a "),
+        (9, {"packing": "documents", "max_length": 4000}, "8 examples (documents, long ones in pieces) of at most 4,000"),
+    ],
+)
+def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, Any], said: str) -> None:
+    Path("texts").mkdir()
+    for index in range(num_documents):
+        Path(f"texts/{index}.txt").write_text("x" * 1999)
+    settings = Settings(**{"model_name_or_path": "other", "dataset": "texts", "max_length": 100, **flags})
+    cpu = torch.device("cpu")
+    split = prepare.load_windows(settings, None, 264, cpu)
+    steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
+    assert steps is not None
+    thing = "window" if split.packing == "windows" else "example"
+    told = run_module._what_is_read(settings, split, steps, thing)
+    assert said in f"{told}; {run_module._held_out(settings, split, thing)}"
+
+
+def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> None:
+    Path("text.txt").write_text("x" * 9999)
+    cpu = torch.device("cpu")
+    for flags, num_read, num_steps in (({}, 20, 20), ({"num_train_epochs": 2.0}, 99, 198), ({"max_steps": 5}, 5, 5)):
+        settings = Settings(dataset="text.txt", max_length=100, **flags)
+        split = prepare.load_windows(settings, None, 264, cpu)
+        steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
+        assert (len(split.train), steps) == (num_read, num_steps)
+
+
+def test_it_is_told_in_the_run(here: Path) -> None:
+    result = invoke("train", *TOY, "--max_steps", "1", "--max_eval_samples", "0")
+    assert result.exit_code == 0, result.output
+    num_windows = (len(Path("text.txt").read_bytes()) + 1) // 256
+    assert f"{num_windows} windows of 256 tokens to train on, of which 1 step read the first 1, once; " in result.output
+    assert "none held out, by --max_eval_samples 0" in result.output
+    assert data.load("text.txt", max_length=256, num_held_out=0).num_examples == num_windows
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Room for the model, about 1.6 MB, and not for AdamW's states beside it.
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 3_000_000)
+    done = invoke("train", *TOY, "--save_steps", "1", "--max_steps", "3")
+    assert done.exit_code == 0, done.output
+    [first] = [line for line in done.output.splitlines() if "checkpoint-1 was not written" in line]
+    assert first.startswith(str(here / "out" / "checkpoint-1"))
+    assert first.endswith("TRAINING GOES ON WITHOUT THIS CHECKPOINT.")
+    assert "UserWarning" not in done.output and "trainer.py" not in done.output
+
+
+@pytest.mark.parametrize("output_dir", ["out", "my runs/the 1st", "ABSOLUTE/with 'quotes' and $HOME"])
+def test_the_command_that_goes_on_can_be_copied(here: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str) -> None:
+    """Of a run with a settings file and flags, that reads its text less than once."""
+    output_dir = output_dir.replace("ABSOLUTE", str(here / "elsewhere"))
+    Path("my texts").mkdir()
+    Path("my texts/a text.txt").write_bytes(Path("text.txt").read_bytes()[:6000])
+    Path("my texts/run.yaml").write_text(
+        "dataset: my texts/a text.txt\nmax_length: 256\nchunk_size: 64\nnum_train_epochs: 2\nsample_tokens: 0\n"
+        "learning_rate: 1e-3\n"
+    )
+    run = ["train", "my texts/run.yaml", "--num_train_epochs", "0.2", "--device", "cpu", "--no_report"]
+    assert invoke(*run, "--output_dir", "whole").exit_code == 0
+    assert len(losses(here / "whole")) == 5
+
+    chunk_done = TrainingDisplay.chunk_done
+
+    def interrupted(self: Any, phase: str, done: int, total: int) -> None:
+        if self._view.step == 2 and (phase, done) == ("gradient", 2):
+            signal.raise_signal(signal.SIGINT)
+        chunk_done(self, phase, done, total)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingDisplay, "chunk_done", interrupted)
+        stopped = invoke(*run, "--output_dir", output_dir)
+    assert stopped.exit_code == EXIT_INTERRUPTED, stopped.output
+    [command] = re.findall(r"^  .*\boomb (train .*)$", stopped.output, re.MULTILINE)
+    # As a shell takes it apart, expansion and all.
+    taken = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
+    assert taken.stdout.splitlines() == shlex.split(command)
+    resumed = invoke(*taken.stdout.splitlines())
+    assert resumed.exit_code == 0, resumed.output
+    assert losses(Path(output_dir)) == pytest.approx(losses(here / "whole"), rel=1e-6)
+    # So can the one in the refusal.
+    [place] = re.findall(r"--resume_from_checkpoint (.*), name another", invoke(*run, "--output_dir", output_dir).output)
+    assert shlex.split(place) == [str(Path(output_dir) / "checkpoint-2")]
