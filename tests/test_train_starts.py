@@ -183,16 +183,40 @@ def test_a_run_that_has_just_begun_is_not_overwritten(here: Path) -> None:
     ("num_documents", "flags", "said"),
     [
         (1, {}, "19 windows of 100 tokens to train on, each read once; 1 window held out"),
-        (1, {"max_steps": 3}, "19 windows of 100 tokens to train on, of which 3 steps read the first 3, once; 1 window"),
+        (
+            1,
+            {"max_steps": 3},
+            "19 windows of 100 tokens to train on, of which 3 steps read the first 3, once; 1 window",
+        ),
         (1, {"max_steps": 57}, "19 windows of 100 tokens to train on, each read 3.0 times; 1 window held out"),
         (1, {"num_train_epochs": 2.0}, "19 windows of 100 tokens to train on, each read 2.0 times; 1 window held out"),
         (1, {"num_train_epochs": 0.5}, "19 windows of 100 tokens to train on, of which 10 steps read the first 10, on"),
         (9, {}, "179 windows of 100 tokens to train on, each read once; 1 window held out"),
-        (9, {"max_steps": 3}, "at least 19 windows of 100 tokens to train on, of which 3 steps read the first 3, once;"),
-        (1, {"max_eval_samples": 0}, "20 windows of 100 tokens to train on, each read once; none held out, by --max_ev"),
-        (1, {"max_eval_samples": 9}, "each read once; 4 windows held out of --max_eval_samples 9: a fifth of the data "),
-        (1, {"max_length": 2000}, "1 window of 2,000 tokens to train on, each read once; none held out: the data is a "),
-        (9, {"packing": "documents", "max_length": 4000}, "8 examples (documents, long ones in pieces) of at most 4,000"),
+        (
+            9,
+            {"max_steps": 3},
+            "at least 19 windows of 100 tokens to train on, of which 3 steps read the first 3, once;",
+        ),
+        (
+            1,
+            {"max_eval_samples": 0},
+            "20 windows of 100 tokens to train on, each read once; none held out, by --max_ev",
+        ),
+        (
+            1,
+            {"max_eval_samples": 9},
+            "each read once; 4 windows held out of --max_eval_samples 9: a fifth of the data ",
+        ),
+        (
+            1,
+            {"max_length": 2000},
+            "1 window of 2,000 tokens to train on, each read once; none held out: the data is a ",
+        ),
+        (
+            9,
+            {"packing": "documents", "max_length": 4000},
+            "8 examples (documents, long ones in pieces) of at most 4,000",
+        ),
     ],
 )
 def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, Any], said: str) -> None:
@@ -272,5 +296,7 @@ def test_the_command_that_goes_on_can_be_copied(here: Path, monkeypatch: pytest.
     assert resumed.exit_code == 0, resumed.output
     assert losses(Path(output_dir)) == pytest.approx(losses(here / "whole"), rel=1e-6)
     # So can the one in the refusal.
-    [place] = re.findall(r"--resume_from_checkpoint (.*), name another", invoke(*run, "--output_dir", output_dir).output)
+    [place] = re.findall(
+        r"--resume_from_checkpoint (.*), name another", invoke(*run, "--output_dir", output_dir).output
+    )
     assert shlex.split(place) == [str(Path(output_dir) / "checkpoint-2")]

@@ -86,7 +86,7 @@ class Settings:
         False, LORA, "Train LoRA adapters instead of the weights, in much less memory. Needs peft."
     )
     lora_r: int = setting(16, LORA, "Rank of the adapters.", least=1)
-    lora_alpha: int = setting(32, LORA, "They are scaled by lora_alpha / lora_r.", least=1)
+    lora_alpha: int = setting(32, LORA, "The adapters are scaled by lora_alpha / lora_r.", least=1)
     lora_dropout: float = setting(0.0, LORA, "Dropout before the adapters.", least=0, below=1)
     lora_target_modules: str = setting(
         "all-linear",
@@ -120,18 +120,20 @@ class Settings:
     dataset_join: str = setting(
         "documents",
         DATA,
-        "What a folder is: documents, one a file; or a repository, one document with the files' names in it.",
+        "What a folder of text files is: documents, one a file; or a repository, one document with the files' names in it.",
         choices=("documents", "repository"),
     )
 
     max_steps: int | None = setting(
         None,
         STEPS,
-        "Optimizer steps; comes before --num_train_epochs. Default: by epochs; the demo: 20, on a GPU 200.",
+        "Optimizer steps, whatever --num_train_epochs says. Default: by epochs; the demo: 20, on a GPU 200.",
         least=1,
     )
-    num_train_epochs: float = setting(1.0, STEPS, "Times the data is read, if --max_steps is not given.", least=0)
-    per_device_train_batch_size: int = setting(1, STEPS, "Windows computed at once.", least=1)
+    num_train_epochs: float = setting(
+        1.0, STEPS, "Times the data is read, if --max_steps is not given. Below 1: so much of it.", least=0
+    )
+    per_device_train_batch_size: int = setting(1, STEPS, "Windows, or documents, computed at once.", least=1)
     gradient_accumulation_steps: int = setting(1, STEPS, "Batches per optimizer step.", least=1)
 
     optim: str = setting(
@@ -220,7 +222,7 @@ class Settings:
         "Besides metrics.jsonl: tensorboard, wandb, trackio, or several with commas between.",
         kind="words",
     )
-    run_name: str | None = setting(None, REPORTING, "The run's name there. Default: that of its folder.")
+    run_name: str | None = setting(None, REPORTING, "The run's name in these. Default: that of its folder.")
     report: bool = setting(True, REPORTING, "Write OUTPUT_DIR/report.html at the end.")
 
     engine: dict[str, Any] = field(default_factory=dict)
