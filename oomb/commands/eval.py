@@ -28,7 +28,12 @@ def eval_(
     *,
     reading: dict[str, Any],
     max_length: Annotated[
-        str, typer.Option("--max_length", help="Tokens per window. 16384 and 16K are the same.", rich_help_panel=DATA)
+        str,
+        typer.Option(
+            "--max_length",
+            help="Tokens per window, of documents at most. 16384 and 16K are the same.",
+            rich_help_panel=DATA,
+        ),
     ] = "16384",
     max_eval_samples: Annotated[
         int,

@@ -73,8 +73,8 @@ def train(ctx: typer.Context, **given: Any) -> None:
     Without arguments: the built-in example, a small byte-level model from scratch on the source of Python's standard
     library at a 16K-token context. It takes a few minutes on two CPU cores.
 
-    With your own: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/]. With adapters in
-    little memory: add [bold]--use_peft[/]. [bold]oomb plan[/] says beforehand what will fit.
+    With your own: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/]. To train LoRA
+    adapters instead, in little memory: add [bold]--use_peft[/]. [bold]oomb plan[/] says beforehand what will fit.
 
     All settings can stand in a YAML file: [bold]oomb train run.yaml --learning_rate 1e-5[/]. A flag overrules the
     file. What a run was told is written to OUTPUT_DIR/config.yaml.

@@ -120,7 +120,7 @@ class Settings:
     dataset_join: str = setting(
         "documents",
         DATA,
-        "What a folder of text files is: documents, one a file; or a repository, one document with the files' names in it.",
+        "What a folder of text files is: documents, one a file; or a repository, one document with their names in it.",
         choices=("documents", "repository"),
     )
 
