@@ -480,6 +480,8 @@ def test_the_browser_would_complain(report: str, tmp_path: Path) -> None:
     ("value", "text"),
     [
         (0.0, "0"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
         (2e-4, "2e-4"),
         (1.5e-4, "1.5e-4"),
         (-1e-7, "-1e-7"),
