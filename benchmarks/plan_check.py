@@ -227,7 +227,9 @@ def measure(engine: Engine, network: nn.Module, context: int, row: Row, optimize
         losses.append(engine.loss(ids))
         losses[0].backward()
 
+    engine.progress = Steps()
     row.measured_seconds = timed(step)
+    engine.progress = None
     row.loss = float(losses.pop().detach())
     if optimizer is not None:
         row.optimizer_seconds = timed(optimizer.step)
@@ -236,6 +238,17 @@ def measure(engine: Engine, network: nn.Module, context: int, row: Row, optimize
     row.measured_host_bytes = stats.host_peak_bytes + getattr(optimizer, "host_bytes", 0)
     row.waited_seconds = stats.waited_seconds
     row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
+
+
+class Steps:
+    """Progress of a long step, a line for every sixteenth of a pass. It does not wait for the GPU, which is behind."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if total >= 256 and done * 16 // total > (done - 1) * 16 // total:
+            print(f"{time.perf_counter() - self.begin:.0f} s: {phase} pass, {done} of {total} chunks", flush=True)
 
 
 def timed(step: Callable[[], Any]) -> float:

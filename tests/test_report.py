@@ -34,7 +34,7 @@ from pages import (
 )
 
 from oomb.report import read_run, write_report
-from oomb.report.chart import Chart, Series, nice_ticks, svg, thin
+from oomb.report.chart import Chart, Series, nice_ticks, plain, svg, thin
 from oomb.report.page import page
 from oomb.report.run import order
 
@@ -474,3 +474,21 @@ def test_the_browser_would_complain(report: str, tmp_path: Path) -> None:
     dom, console = browse(tmp_path / "evil.html", tmp_path / "profile", "--dump-dom", "--virtual-time-budget=3000")
     assert "Content Security Policy" in console
     assert "<title>my run" in dom
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (2e-4, "2e-4"),
+        (1.5e-4, "1.5e-4"),
+        (-1e-7, "-1e-7"),
+        (1e-3, "0.001"),
+        (1234.5, "1,234"),
+        (2.5e7, "2.5e7"),
+    ],
+)
+def test_numbers_are_short_enough_for_an_axis(value: float, text: str) -> None:
+    assert plain(value) == text

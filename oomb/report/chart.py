@@ -25,11 +25,13 @@ Format = Callable[[float], str]
 
 def plain(value: float) -> str:
     """A number for a person: four digits, and no more zeros than it takes."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
     if 1e-3 <= abs(value) < 1e6:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:.3g}"
+    # 1.5e-4, where .3g would write 0.00015: that is too wide for an axis.
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def tokens(value: float) -> str:
