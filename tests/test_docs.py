@@ -18,7 +18,7 @@ from command import invoke
 from scripts import load, toy
 from test_packaging import ROOT, blocks, commands, fences
 from torch import Tensor
-from trainings import Samples, arguments
+from trainings import Samples, arguments, logged
 
 import oomb
 from oomb import planner
@@ -285,14 +285,18 @@ def test_losses_of_ones_own_are_those_of_the_whole_sequence(here: Path, monkeypa
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-6)
     assert (ours["weights"] - torch.cat([p.flatten() for p in load("base").parameters()])).norm() > 1e-3
 
-    trainer = names["FocalTrainer"](
-        model=load("base"),
-        args=arguments(here, max_steps=2),
-        train_dataset=Samples(4, 40),
-        engine_config=oomb.Config(chunk_size=16),
-    )
-    trainer.train()
-    assert trainer.state.global_step == 2
+    losses = []
+    for batch_size, accumulated in ((4, 1), (1, 4)):
+        sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulated}
+        trainer = names["FocalTrainer"](
+            model=load("base"),
+            args=arguments(here, max_steps=2, **sizes),
+            train_dataset=Samples(4, 40),
+            engine_config=oomb.Config(chunk_size=16),
+        )
+        trainer.train()
+        losses.append(logged(trainer, "loss"))
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_short_pieces_of_python_run(here: Path) -> None:

@@ -181,7 +181,9 @@ def test_the_documents_section_is_made_of_the_record(
     section = update_tables.finetune()
     before, after = (record["held_out"][when] for when in ("before", "after"))
     assert f"| loss on held-out text | {before:.3f} | {after:.3f} |" in section
-    assert f"| needles found in 2,048 tokens | {record['needle']['before']['accuracy']:.0%} | 62% |" in section
+    was, control = (record["needle"][when]["lengths"][0]["control_accuracy"] for when in ("before", "after"))
+    found = f"{record['needle']['before']['accuracy']:.0%} ({was:.0%}) | 62% ({control:.0%})"
+    assert f"| needles found in 2,048 tokens (without any) | {found} |" in section
     assert (
         "tiny (as they are saved), 6 steps of 2,048 tokens of code (3 files, 0.3 MB)" in section
         and "4 pages of 128 tokens" in section
@@ -191,6 +193,16 @@ def test_the_documents_section_is_made_of_the_record(
     for name in ("finetune_smollm2.html", "finetune_smollm2.png"):
         (docs / name).write_text("")
         assert f"]({name})" in update_tables.finetune()
+
+
+def test_more_than_luck_is_said_only_where_it_is() -> None:
+    def said(*found: float) -> str:
+        lengths = [{"length": 2**n, "accuracy": accuracy, "count": 40} for n, accuracy in enumerate(found, 12)]
+        return update_tables.beyond_luck({"chance": 0.25, "lengths": lengths})
+
+    assert said(0.56, 0.35) == "That is more than luck at 4,096 tokens and not at the other lengths."
+    assert said(0.56, 0.5) == "At every length that is more than luck."
+    assert said(0.3).startswith("At no length")
 
 
 @pytest.mark.slow
