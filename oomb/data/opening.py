@@ -13,7 +13,8 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
-from oomb.data.sources import SEED, STDLIB, Source, open_source
+from oomb.data.finding import STDLIB
+from oomb.data.sources import SEED, Source, open_source
 from oomb.data.tokens import Split, Tokens, Windows, is_learnt, pieces
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.encode import Encoded, Encoder, Tally, kind_of
-from oomb.data.sources import SEED, STDLIB, Source, find_documents, open_source
+from oomb.data.finding import STDLIB, find_documents
+from oomb.data.sources import SEED, Source, open_source
 
 POLL_S = 0.2
 
@@ -113,7 +114,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
         _refuse_changes(job, manifest["plan"], plan)
         if manifest["complete"] and shards.is_whole(job.output, manifest):
             shards.remove(job.output, "shard-*.json")
-            return _result(job, manifest, num_shards)
+            return _result(job, manifest, num_shards, source.notes)
         finished = {number for number in range(num_shards) if shards.is_finished(job.output, number, digest)}
     else:
         shards.remove(job.output, *shards.OURS)
