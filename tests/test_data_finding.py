@@ -90,6 +90,42 @@ def test_json_that_is_no_list_of_records_is_text(tmp_path: Path) -> None:
     assert opened(tmp_path, max_length=2).num_documents == 2
 
 
+@pytest.mark.parametrize("join", ["documents", "repository"])
+def test_files_without_text_are_named_by_every_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d/sub").mkdir(parents=True)
+    for index in range(4):
+        Path(f"d/{index}.txt").write_text("words to learn " * 20)
+    Path("d/sub/bin.png").write_bytes(b"\x89PNG\0")
+    Path("d/latin.txt").write_bytes("\xe9t\xe9".encode("latin-1"))
+    said = "2 files without text left out: latin.txt (not UTF-8, byte 0), sub/bin.png (binary)"
+    train = (
+        "train", "--max_length", "64", "--max_steps", "2", "--device", "cpu", "--sample_tokens", "0",
+        "--overwrite_output_dir", "--output_dir", "out",
+    )  # fmt: skip
+    whole = opened(Path("d"), join=join)
+    assert whole.notes == (said,)
+    # Small shards, so that the two files lie in different ones.
+    made = invoke(
+        "tokenize", "--dataset", "d", "--join", join, "--output", "t", "--shard_size", "10", "--num_proc", "1"
+    )
+    assert said in made.output
+    # What is there already is told of too.
+    again = invoke("tokenize", "--dataset", "d", "--join", join, "--output", "t", "--shard_size", "10")
+    assert said in again.output
+    assert opened(Path("t")).notes == (said,)
+    if join == "documents":
+        result = invoke(*train, "--dataset", "t")
+        assert result.exit_code == 0, result.output
+        assert said in " ".join(result.output.split())
+        for path in Path("d").glob("?.txt"):
+            path.unlink()
+        with pytest.raises(ValueError, match=r"d has nothing to train on: 2 files without text left out: latin\.txt"):
+            opened(Path("d"))
+
+
 def test_the_command_says_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", {"text": "one"})
     (tmp_path / "notes.txt").write_text("text")

@@ -10,7 +10,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Record:
     """None where a file of a folder holds no text."""
     opens: bool = True
     closes: bool = True
+    left_out: str = ""
+    """Where it holds no text: its name in the folder, and why."""
 
 
 class Source(ABC):
@@ -94,18 +96,13 @@ class TextFiles(Source):
 
     def read(self, index: int) -> Record:
         path = self.paths[index]
-        text = self._text(path)
-        return Record(str(path), None if text is None else {"text": text})
-
-    def _text(self, path: Path) -> bytes | None:
-        """None, or an error if it is the only one, where it is not text."""
         raw = _read_bytes(path)
         problem = None if self._any_encoding else _why_not_text(raw)
         if problem is None:
-            return raw
-        if len(self) > 1:
-            return None
-        raise ValueError(f"{path} {problem}; give a UTF-8 text file")
+            return Record(str(path), {"text": raw})
+        if len(self) == 1:
+            raise ValueError(f"{path} is {problem}; give a UTF-8 text file")
+        return Record(str(path), None, left_out=f"{path.relative_to(self.root).as_posix()} ({problem})")
 
 
 class Repository(TextFiles):
@@ -117,13 +114,14 @@ class Repository(TextFiles):
         super().__init__(sorted(paths, key=self._names.__getitem__), root, any_encoding=any_encoding)
 
     def read(self, index: int) -> Record:
-        path = self.paths[index]
-        text = self._text(path)
-        if text is not None:
+        record = super().read(index)
+        fields = record.fields
+        if fields is not None:
+            text = fields["text"]
             end = b"" if text.endswith(b"\n") or not text else b"\n"
-            text = f"=== {self._names[path]} ===\n".encode("utf-8", "replace") + text + end
-        fields = None if text is None else {"text": text}
-        return Record(str(path), fields, opens=index == 0, closes=index == len(self) - 1)
+            head = f"=== {self._names[self.paths[index]]} ===\n".encode("utf-8", "replace")
+            fields = {"text": head + text + end}
+        return replace(record, fields=fields, opens=index == 0, closes=index == len(self) - 1)
 
 
 class JsonRecords(Source):
@@ -275,11 +273,11 @@ def _opened(path: Path, called: Path) -> Any:
 
 def _why_not_text(raw: bytes) -> str | None:
     if b"\0" in raw:
-        return "is binary, not text"
+        return "binary"
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return f"is not UTF-8 (byte {error.start})"
+        return f"not UTF-8, byte {error.start}"
     return None
 
 

@@ -134,8 +134,6 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
 
 def _result(job: Job, manifest: dict[str, Any], num_kept: int, notes: tuple[str, ...] = ()) -> Result:
     tally = Tally(**manifest["tally"])
-    if tally.not_text:
-        notes += (f"{len(tally.not_text)} files without text left out: {tally.not_text[0]}, …",)
     return Result(
         folder=job.output,
         num_tokens=manifest["num_tokens"],
