@@ -62,7 +62,7 @@ def test_a_folder_of_lines_is_read_as_one(tmp_path: Path) -> None:
         ('{"text": 5}', r'a\.jsonl:3: "text" must be a string, found a int'),
         ('{"text": null}', r'a\.jsonl:3: "text" must be a string, found a NoneType'),
         ('{"text": "a\\ud800"}', r"a\.jsonl:3: half a surrogate pair at character 1"),
-        ('{"messages": []}', r'a\.jsonl:3: expected "text" as in the other documents, found "messages"'),
+        ('{"messages": []}', r'a\.jsonl:3: expected "text" as in the first document, found "messages"'),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oomb.data.chat import Chat, Spans, checked_messages
+from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
 from oomb.data.finding import listed
 from oomb.data.sources import SHOW, Record, Source
 
@@ -100,6 +100,11 @@ def kind_of(record: Record) -> str:
     if "text" in fields:
         return TEXT
     found = ", ".join(f'"{key}"' for key in fields) or "no key"
+    turns = fields.get("conversations")
+    if is_sharegpt(turns):
+        found += f": {SHAREGPT}"
+    elif isinstance(turns, list):
+        found += '; rename "conversations" to "messages"'
     raise ValueError(f"{record.where}: expected {SHOW}, found {found}")
 
 
@@ -139,6 +144,13 @@ class Encoder:
             facts.append(getattr(self._tokenizer, "chat_template", None))
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
+    def check_first(self, source: Source, order: np.ndarray) -> None:
+        """Raises what is wrong with the first record: where all are wrong, it is the one to name, though others are
+        read before it."""
+        if order[0] != 0:
+            for _ in self.documents(source, [0], Tally()):
+                pass
+
     def documents(self, source: Source, indices: Iterable[int], tally: Tally) -> Iterator[Encoded]:
         """The records of these numbers. What is left out is noted in `tally`."""
         for index in indices:
@@ -172,7 +184,7 @@ class Encoder:
         fields = record.fields if record.fields is not None else {TEXT: b""}
         if record.fields is not None and kind_of(record) != self.kind:
             raise ValueError(
-                f'{record.where}: expected "{self.kind}" as in the other documents, found '
+                f'{record.where}: expected "{self.kind}" as in the first document, found '
                 + ", ".join(f'"{key}"' for key in fields)
             )
         if self.kind == MESSAGES:

@@ -92,8 +92,9 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     _check_output(job)
     source = open_source(job.dataset, job.join)
     order = source.order(job.seed)
-    kind = kind_of(source.read(int(order[0])))
+    kind = kind_of(source.read(0))
     encoder = Encoder(job.load_tokenizer() if job.load_tokenizer else None, kind)
+    encoder.check_first(source, order)
     plan = _plan(job, source, encoder)
     # A tokenizer may go by another name and be the same.
     matters = {name: value for name, value in plan.items() if name != "tokenizer_name"}
