@@ -12,6 +12,7 @@ from command import invoke
 from datasets_made import HELLO, examples, opened, texts, write_lines
 from small_tokenizer import small_tokenizer
 
+from oomb.data.sources import open_source
 from oomb.data.tokenizing import Job, tokenize
 
 
@@ -129,3 +130,21 @@ def test_the_command_says_it(tmp_path: Path) -> None:
     result = invoke("train", "--dataset", str(tmp_path), "--output_dir", str(tmp_path / "out"), "--device", "cpu")
     assert result.exit_code == 2
     assert "beside other files (notes.txt)" in " ".join(result.output.split())
+
+
+def test_names_of_the_hub_are_told_apart_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "HuggingFaceH4/ultrachat_200k"
+    with pytest.raises(ValueError) as refusal:
+        opened(Path(name))
+    assert str(refusal.value) == (
+        f"the dataset '{name}' is not there, and hub datasets are not read: in Python, "
+        f"datasets.load_dataset('{name}').save_to_disk('FOLDER'), then --dataset FOLDER"
+    )
+    for path in ("data/train.jsonl", "data/words.txt", "./a/b", "/a/b", "../a/b", "a/b/c", "~/a/b", "name"):
+        with pytest.raises(ValueError, match=r"is not there\. Name a text file"):
+            open_source(path)
+    # Within a folder that is there, a name was mistyped.
+    Path("HuggingFaceH4/ultrachat").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"is not there; did you mean 'HuggingFaceH4/ultrachat'\?"):
+        open_source(name)

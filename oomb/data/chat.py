@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 SHAREGPT = (
-    'this is the ShareGPT form; rename "conversations" to "messages", "from" to "role" (human to user, gpt to assistant) '
-    'and "value" to "content"'
+    'this is the ShareGPT form; rename its keys to "messages", "role" (human to user, gpt to assistant) and "content"'
 )
 REMEDY = "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around what the assistant says"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
