@@ -106,6 +106,10 @@ def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(tmp_path: Pat
     split = data.load(str(tmp_path), max_length=2, num_held_out=0)
     assert {path.name for path in split.skipped} == {"image.bin", "latin.txt"}
     assert split.num_documents == 2
+    assert split.notes == (
+        f"1 empty document skipped, the first {tmp_path / 'empty.txt'}",
+        "2 files without text left out: image.bin (binary), latin.txt (not UTF-8, byte 0)",
+    )
     text = tokens_of(split.train)
     assert sorted(text) == sorted([*b"aaaabbbb", data.SEPARATOR_ID, data.SEPARATOR_ID])
     assert text == tokens_of(data.load(str(tmp_path), max_length=2, num_held_out=0).train)
@@ -150,8 +154,8 @@ def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
         ("short.txt", b"abc", r"short\.txt has 4 tokens \(bytes\) and one window needs 1024: give more text"),
         ("shorter.txt", b"abc" * 200, r"one window needs 1024: set --max_length to 601 or less"),
         ("empty.txt", b"", r"empty\.txt has nothing to train on: 1 empty document skipped"),
-        ("binary.dat", b"a\x00b" * 30, r"binary\.dat is binary, not text; give a UTF-8 text file"),
-        ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8 \(byte 3\)"),
+        ("binary.dat", b"a\x00b" * 30, r"binary\.dat is binary; give a UTF-8 text file"),
+        ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8, byte 3; give"),
     ],
 )
 def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -12,6 +12,7 @@ from families import build
 from small_tokenizer import CHAT, MARKED, small_tokenizer
 
 from oomb import data
+from oomb.data.tokenizing import Job, tokenize
 
 THINKING = "{{ '<think>' if loop.last and message['role'] == 'assistant' }}"
 
@@ -88,6 +89,38 @@ def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, message: str
     refusal = "{% if messages and messages[0]['role'] == 'bot' %}{{ raise_exception('no bots') }}{% endif %}"
     with pytest.raises(ValueError, match=message):
         opened(path, tokenizer=small_tokenizer(refusal + CHAT))
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_the_sharegpt_form_is_recognised(tmp_path: Path, key: str) -> None:
+    turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+    path = write_lines(tmp_path / "a.jsonl", *[{"id": "1", key: turns}] * 30)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*ShareGPT form; rename .*human to user, gpt to assistant"):
+        opened(path, tokenizer=small_tokenizer())
+    write_lines(path, {"conversations": HELLO})
+    with pytest.raises(ValueError, match=r'a\.jsonl:1: .*found "conversations"; rename "conversations" to "messages"'):
+        opened(path, tokenizer=small_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"body": "a"},
+        {"text": 5},
+        {"messages": "hello"},
+        {"messages": [{"role": "bot", "content": "a"}]},
+        {"messages": HELLO, "tools": "search"},
+        "not JSON",
+    ],
+)
+def test_where_all_lines_are_wrong_the_first_is_named(tmp_path: Path, row: Any) -> None:
+    path = write_lines(tmp_path / "a.jsonl", "", *[row] * 30)
+    tokenizer = small_tokenizer("{% if messages[0]['role'] == 'bot' %}{{ raise_exception('no') }}{% endif %}" + CHAT)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: "):
+        opened(path, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: "):
+        tokenize(Job(dataset=str(path), output=tmp_path / "tokens", load_tokenizer=lambda: tokenizer))
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:

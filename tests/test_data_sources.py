@@ -45,10 +45,9 @@ def test_lines_of_text_are_documents(tmp_path: Path, name: str) -> None:
 def test_a_folder_of_lines_is_read_as_one(tmp_path: Path) -> None:
     write_lines(tmp_path / "1.jsonl", {"text": "one"}, {"text": "two"})
     write_lines(tmp_path / "2.jsonl.gz", {"text": "three"})
-    assert sorted(texts(opened(tmp_path, packing="documents"))) == ["one", "three", "two"]
-    # Beside other files it is a text like them.
-    (tmp_path / "note.txt").write_text("a note")
-    assert '{"text": "one"}\n{"text": "two"}\n' in texts(opened(tmp_path, packing="documents"))
+    split = opened(tmp_path, packing="documents")
+    assert sorted(texts(split)) == ["one", "three", "two"]
+    assert split.notes == ("1.jsonl, 2.jsonl.gz are read as one dataset; name a file to leave the others out",)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_a_folder_of_lines_is_read_as_one(tmp_path: Path) -> None:
         ('{"text": 5}', r'a\.jsonl:3: "text" must be a string, found a int'),
         ('{"text": null}', r'a\.jsonl:3: "text" must be a string, found a NoneType'),
         ('{"text": "a\\ud800"}', r"a\.jsonl:3: half a surrogate pair at character 1"),
-        ('{"messages": []}', r'a\.jsonl:3: expected "text" as in the other documents, found "messages"'),
+        ('{"messages": []}', r'a\.jsonl:3: expected "text" as in the first document, found "messages"'),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -115,13 +114,6 @@ def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
     only = write_lines(tmp_path / "b.jsonl", {"text": ""})
     with pytest.raises(ValueError, match=r"b\.jsonl has nothing to train on: 1 empty document skipped.*b\.jsonl:1"):
         opened(only)
-
-
-def test_files_that_look_like_records_are_pointed_out(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"text": "a"}]')
-    [note] = opened(tmp_path / "a.json", max_length=8).notes
-    assert note.endswith("a.json is read as plain text; records are lines of JSON in a .jsonl file")
-    assert opened(tmp_path, max_length=8).notes == ()
 
 
 def test_an_unpacked_file_goes_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +271,7 @@ def test_saved_datasets_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"broken\.parquet cannot be read as Parquet"):
         opened(tmp_path / "broken.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"saved is read by the datasets package: pip install oomb\[datasets\]"):
+    with pytest.raises(ValueError, match=r"saved is read by the datasets package: pip install datasets$"):
         opened(tmp_path / "saved")
 
 

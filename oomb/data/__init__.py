@@ -6,8 +6,9 @@ stdlib | file | folder | JSON lines | table  ->  records  ->  tokens  ->  window
 from __future__ import annotations
 
 from oomb.data.encode import NUM_BYTE_IDS, PAD_ID, SEPARATOR_ID
+from oomb.data.finding import STDLIB, find_documents
 from oomb.data.opening import PACKINGS, SHORTEST_ADVISED, load, open_dataset
-from oomb.data.sources import JOINS, SEED, STDLIB, find_documents
+from oomb.data.sources import JOINS, SEED
 from oomb.data.tokens import Split, Tokens, Windows
 
 __all__ = [

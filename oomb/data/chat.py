@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
+SHAREGPT = (
+    'this is the ShareGPT form; rename its keys to "messages", "role" (human to user, gpt to assistant) and "content"'
+)
 REMEDY = "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around what the assistant says"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -20,10 +23,17 @@ Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 
 
+def is_sharegpt(value: Any) -> bool:
+    """By its first turn."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {"from", "value"} <= set(value[0])
+
+
 def checked_messages(value: Any, key: str, where: str) -> Messages:
     expected = f'{where}: "{key}" must be a list of {{"role": "…", "content": "…"}}'
     if not isinstance(value, list):
         raise ValueError(f"{expected}, found a {type(value).__name__}")
+    if is_sharegpt(value):
+        raise ValueError(f"{expected}; {SHAREGPT}")
     messages = []
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oomb.data.chat import Chat, Spans, checked_messages
+from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
+from oomb.data.finding import listed
 from oomb.data.sources import SHOW, Record, Source
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Tally:
     num_unlearnt: int = 0
     first_unlearnt: str | None = None
     not_text: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """The same files by their names in the folder, each with the reason."""
     max_id: int = -1
 
     def add(self, other: Tally) -> None:
@@ -57,6 +60,7 @@ class Tally:
         self.num_unlearnt += other.num_unlearnt
         self.first_unlearnt = self.first_unlearnt or other.first_unlearnt
         self.not_text += other.not_text
+        self.left_out += other.left_out
         self.max_id = max(self.max_id, other.max_id)
 
     def notes(self) -> tuple[str, ...]:
@@ -66,14 +70,17 @@ class Tally:
         if self.num_unlearnt:
             what = counted(self.num_unlearnt, "conversation")
             notes.append(f"{what} without a word to learn skipped, the first {self.first_unlearnt}")
+        if self.not_text:
+            # Folders that were tokenised by earlier releases have no reasons.
+            names = listed(sorted(self.left_out or self.not_text))
+            notes.append(f"{counted(len(self.not_text), 'file')} without text left out: {names}")
         return tuple(notes)
 
     def refuse_nothing(self, name: str) -> None:
         """Raises where no document is left."""
         if self.num_documents:
             return
-        reasons = [*self.notes(), *([f"{counted(len(self.not_text), 'file')} without text"] if self.not_text else [])]
-        raise ValueError(f"{name} has nothing to train on: {'; '.join(reasons) or 'it is empty'}")
+        raise ValueError(f"{name} has nothing to train on: {'; '.join(self.notes()) or 'it is empty'}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,6 +100,11 @@ def kind_of(record: Record) -> str:
     if "text" in fields:
         return TEXT
     found = ", ".join(f'"{key}"' for key in fields) or "no key"
+    turns = fields.get("conversations")
+    if is_sharegpt(turns):
+        found += f": {SHAREGPT}"
+    elif isinstance(turns, list):
+        found += '; rename "conversations" to "messages"'
     raise ValueError(f"{record.where}: expected {SHOW}, found {found}")
 
 
@@ -132,12 +144,20 @@ class Encoder:
             facts.append(getattr(self._tokenizer, "chat_template", None))
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
+    def check_first(self, source: Source, order: np.ndarray) -> None:
+        """Raises what is wrong with the first record: where all are wrong, it is the one to name, though others are
+        read before it."""
+        if order[0] != 0:
+            for _ in self.documents(source, [0], Tally()):
+                pass
+
     def documents(self, source: Source, indices: Iterable[int], tally: Tally) -> Iterator[Encoded]:
         """The records of these numbers. What is left out is noted in `tally`."""
         for index in indices:
             record = source.read(int(index))
             if record.fields is None:
                 tally.not_text.append(record.where)
+                tally.left_out.append(record.left_out)
             found = self._encode(record)
             if found is None:
                 if record.fields is not None:
@@ -164,7 +184,7 @@ class Encoder:
         fields = record.fields if record.fields is not None else {TEXT: b""}
         if record.fields is not None and kind_of(record) != self.kind:
             raise ValueError(
-                f'{record.where}: expected "{self.kind}" as in the other documents, found '
+                f'{record.where}: expected "{self.kind}" as in the first document, found '
                 + ", ".join(f'"{key}"' for key in fields)
             )
         if self.kind == MESSAGES:

@@ -13,7 +13,8 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
-from oomb.data.sources import SEED, STDLIB, Source, open_source
+from oomb.data.finding import STDLIB
+from oomb.data.sources import SEED, Source, open_source
 from oomb.data.tokens import Split, Tokens, Windows, is_learnt, pieces
 
 if TYPE_CHECKING:
@@ -87,9 +88,10 @@ def open_dataset(
     else:
         source = open_source(dataset, join)
         order = source.order(seed)
-        kind = kind_of(source.read(int(order[0])))
+        kind = kind_of(source.read(0))
         packing = _packing(packing, kind)
         encoder = Encoder(tokenizer, kind, vocab_size)
+        encoder.check_first(source, order)
         tokens, tally, is_all_read = _tokenise(source, order, encoder, packing, max_length, enough)
         name, notes = source.name, source.notes
         if len(tokens) >= MANY_TOKENS:

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import json
 import shutil
-import sysconfig
 import tempfile
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-STDLIB = "stdlib"
-"""The name of the embedded default dataset: the source of the Python standard library that runs this program."""
+from oomb.data.finding import (
+    LIKE_RECORDS,
+    RECORD_SUFFIXES,
+    STDLIB,
+    files_under,
+    find_documents,
+    find_records,
+    refuse_json,
+)
 
 JOINS = ("documents", "repository")
 SPLIT = "train"
 """The split that is read of a `datasets` directory with several."""
 
-LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-RECORD_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
-LIKE_RECORDS = (".json", ".csv", ".tsv")
-"""Files that one may take for records."""
-
 SHOW = '{"text": "…"}, {"messages": […]} or {"prompt": "…", "completion": "…"}'
 
-# Tests come with some Python installations and not with others; without them the text is nearly the same everywhere.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SCAN_BYTES = 1 << 24
 
 
@@ -47,6 +45,8 @@ class Record:
     """None where a file of a folder holds no text."""
     opens: bool = True
     closes: bool = True
+    left_out: str = ""
+    """Where it holds no text: its name in the folder, and why."""
 
 
 class Source(ABC):
@@ -96,18 +96,13 @@ class TextFiles(Source):
 
     def read(self, index: int) -> Record:
         path = self.paths[index]
-        text = self._text(path)
-        return Record(str(path), None if text is None else {"text": text})
-
-    def _text(self, path: Path) -> bytes | None:
-        """None, or an error if it is the only one, where it is not text."""
         raw = _read_bytes(path)
         problem = None if self._any_encoding else _why_not_text(raw)
         if problem is None:
-            return raw
-        if len(self) > 1:
-            return None
-        raise ValueError(f"{path} {problem}; give a UTF-8 text file")
+            return Record(str(path), {"text": raw})
+        if len(self) == 1:
+            raise ValueError(f"{path} is {problem}; give a UTF-8 text file")
+        return Record(str(path), None, left_out=f"{path.relative_to(self.root).as_posix()} ({problem})")
 
 
 class Repository(TextFiles):
@@ -119,13 +114,14 @@ class Repository(TextFiles):
         super().__init__(sorted(paths, key=self._names.__getitem__), root, any_encoding=any_encoding)
 
     def read(self, index: int) -> Record:
-        path = self.paths[index]
-        text = self._text(path)
-        if text is not None:
+        record = super().read(index)
+        fields = record.fields
+        if fields is not None:
+            text = fields["text"]
             end = b"" if text.endswith(b"\n") or not text else b"\n"
-            text = f"=== {self._names[path]} ===\n".encode("utf-8", "replace") + text + end
-        fields = None if text is None else {"text": text}
-        return Record(str(path), fields, opens=index == 0, closes=index == len(self) - 1)
+            head = f"=== {self._names[self.paths[index]]} ===\n".encode("utf-8", "replace")
+            fields = {"text": head + text + end}
+        return replace(record, fields=fields, opens=index == 0, closes=index == len(self) - 1)
 
 
 class JsonRecords(Source):
@@ -226,49 +222,25 @@ def open_source(dataset: str, join: str = "documents") -> Source:
         raise ValueError(f"join is {join!r}; it is one of {', '.join(JOINS)}")
     paths, root = find_documents(dataset)
     is_table = dataset != STDLIB and root.is_dir() and _is_saved_table(root)
-    # Of a folder with other files in it, a file of JSON lines is one text among them.
-    is_records = is_table or all(path.name.endswith(RECORD_SUFFIXES) for path in paths)
     if join == "repository":
-        if is_records:
+        if is_table or all(path.name.endswith(RECORD_SUFFIXES) for path in paths):
             raise ValueError(f"join is 'repository' and {root} holds records, not files of text; leave join out")
         return Repository(paths, root, any_encoding=dataset == STDLIB)
     if is_table:
         return _saved_table(root)
-    if is_records:
-        opened = [_open_records(path) for path in sorted(paths)]
-        return opened[0] if len(opened) == 1 else Several(opened, root)
+    if dataset != STDLIB:
+        records, notes = find_records(paths, root)
+        if records:
+            opened = [_open_records(path) for path in records]
+            source = opened[0] if len(opened) == 1 else Several(opened, root)
+            source.notes += notes
+            return source
+        refuse_json(paths)
     # Old modules of the standard library are in Latin-1 here and there.
     source = TextFiles(paths, root, any_encoding=dataset == STDLIB)
     if len(paths) == 1 and root.suffix in LIKE_RECORDS:
         source.notes = (f"{root} is read as plain text; records are lines of JSON in a .jsonl file",)
     return source
-
-
-def find_documents(dataset: str) -> tuple[list[Path], Path]:
-    """The files of a dataset in their fixed order, and what they belong to. Raises where there is nothing to read."""
-    if dataset == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [path for path in root.rglob("*.py") if not _NOT_STDLIB & set(path.relative_to(root).parts)]
-        if not files:
-            raise ValueError(
-                f"no .py files under {root}: this Python has no source of its standard library; "
-                "name a text file or folder with --dataset"
-            )
-        return _in_fixed_order(files, root), root
-    root = Path(dataset).expanduser()
-    if root.is_file():
-        return [root], root
-    if not root.is_dir():
-        siblings = [path.name for path in root.parent.iterdir()] if root.parent.is_dir() else []
-        near = difflib.get_close_matches(root.name, siblings, n=1)
-        hint = f"; did you mean {str(root.parent / near[0])!r}?" if near else "."
-        raise ValueError(
-            f"the dataset {dataset!r} is not there{hint} Name a text file, a folder of them, or {STDLIB!r}"
-        )
-    files = [path for path in _files_under(root) if not _is_hidden(path.relative_to(root))]
-    if not files:
-        raise ValueError(f"the folder {root} holds no files; name a text file or a folder of them")
-    return _in_fixed_order(files, root), root
 
 
 SEED = 42
@@ -283,24 +255,6 @@ def shuffled(count: int, seed: int) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
     return np.argsort(keys, kind="stable")
-
-
-def _files_under(root: Path) -> Iterator[Path]:
-    return (path for path in root.rglob("*") if path.is_file())
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
-
-
-def _in_fixed_order(files: list[Path], root: Path) -> list[Path]:
-    """One that looks random, by a checksum of the names, so that the first files are a fair sample of all."""
-
-    def key(path: Path) -> tuple[int, str]:
-        name = path.relative_to(root).as_posix()
-        return zlib.crc32(name.encode("utf-8", "surrogateescape")), name
-
-    return sorted(files, key=key)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -319,11 +273,11 @@ def _opened(path: Path, called: Path) -> Any:
 
 def _why_not_text(raw: bytes) -> str | None:
     if b"\0" in raw:
-        return "is binary, not text"
+        return "binary"
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return f"is not UTF-8 (byte {error.start})"
+        return f"not UTF-8, byte {error.start}"
     return None
 
 
@@ -390,7 +344,7 @@ def _saved_table(folder: Path) -> Source:
         saved = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"{folder} cannot be read as a dataset: {_last_line(error)}") from error
-    files = sorted(_files_under(folder))
+    files = sorted(files_under(folder))
     if not isinstance(saved, datasets.DatasetDict):
         return Table(saved, folder, files)
     if SPLIT not in saved:
@@ -403,7 +357,7 @@ def _datasets(path: Path) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{path} is read by the datasets package: pip install oomb[datasets]") from error
+        raise ValueError(f"{path} is read by the datasets package: pip install datasets") from error
     datasets.disable_progress_bars()
     return datasets
 

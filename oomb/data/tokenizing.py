@@ -19,7 +19,8 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.encode import Encoded, Encoder, Tally, kind_of
-from oomb.data.sources import SEED, STDLIB, Source, find_documents, open_source
+from oomb.data.finding import STDLIB, find_documents
+from oomb.data.sources import SEED, Source, open_source
 
 POLL_S = 0.2
 
@@ -91,8 +92,9 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     _check_output(job)
     source = open_source(job.dataset, job.join)
     order = source.order(job.seed)
-    kind = kind_of(source.read(int(order[0])))
+    kind = kind_of(source.read(0))
     encoder = Encoder(job.load_tokenizer() if job.load_tokenizer else None, kind)
+    encoder.check_first(source, order)
     plan = _plan(job, source, encoder)
     # A tokenizer may go by another name and be the same.
     matters = {name: value for name, value in plan.items() if name != "tokenizer_name"}
@@ -113,7 +115,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
         _refuse_changes(job, manifest["plan"], plan)
         if manifest["complete"] and shards.is_whole(job.output, manifest):
             shards.remove(job.output, "shard-*.json")
-            return _result(job, manifest, num_shards)
+            return _result(job, manifest, num_shards, source.notes)
         finished = {number for number in range(num_shards) if shards.is_finished(job.output, number, digest)}
     else:
         shards.remove(job.output, *shards.OURS)
@@ -133,8 +135,6 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
 
 def _result(job: Job, manifest: dict[str, Any], num_kept: int, notes: tuple[str, ...] = ()) -> Result:
     tally = Tally(**manifest["tally"])
-    if tally.not_text:
-        notes += (f"{len(tally.not_text)} files without text left out: {tally.not_text[0]}, …",)
     return Result(
         folder=job.output,
         num_tokens=manifest["num_tokens"],
