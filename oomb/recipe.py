@@ -34,7 +34,8 @@ from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place
 
 SLOW_SECONDS, SPEED_UP = 3600, 3
-"""Chosen pages are brought up where a step takes longer, and would be so many times as fast with them."""
+"""Chosen pages are brought up where a step takes longer, and would be so many times as fast with them. Of a batch that
+does not fit at once, a step is one sequence."""
 CHOSEN_PAGES: Settings = {"page_budget": 64, "page_size": 128}
 """The setting that was measured."""
 WORTHWHILE = 0.95
@@ -44,6 +45,7 @@ LARGEST_GPU_BYTES = 1 << 50
 
 MEANINGS = {
     "lora": "adapters are trained and the weights are frozen",
+    "batch_size": "one sequence at a time, and gradients accumulated: the same result",
     "host_memory": f"all host memory that is left, but {SPARE_HOST_BYTES >> 30} GiB",
     "gpu_memory": "all GPU memory that is left beside the rest",
     "keep_attention": "attention is computed again in the gradient pass: slower",
@@ -74,12 +76,17 @@ class Recipe:
 
     @property
     def changes(self) -> Settings:
-        """Fields of `Config`, "optimizer" and "lora", as they are now."""
+        """Fields of `Config`, "batch_size", "optimizer" and "lora", as they are now."""
         now, before = (
-            {**asdict(plan.config), "optimizer": plan.optimizer, "lora": lora}
+            {**asdict(plan.config), "batch_size": plan.batch_size, "optimizer": plan.optimizer, "lora": lora}
             for plan, lora in ((self.plan, self.lora), (self.asked, self.was_lora))
         )
         return {name: now[name] for name in MEANINGS if now[name] != before[name]}
+
+    @property
+    def accumulation(self) -> int:
+        """Batches of an optimizer step, if it has as many sequences as were asked for."""
+        return self.asked.batch_size // self.plan.batch_size
 
     @property
     def flags(self) -> list[str]:
@@ -91,7 +98,7 @@ class Recipe:
         """What shows this plan in full."""
         plan, machine = self.plan, self.plan.machine
         words = ["oomb", "plan", "--model", self.model, "--context", tokens_text(plan.length)]
-        if plan.batch_size > 1:
+        if self.asked.batch_size > 1:
             words += ["--batch_size", str(plan.batch_size)]
         if machine.gpu_name in CARDS and machine.gpu_bytes == int(CARDS[machine.gpu_name] * GIB):
             words += ["--gpu", machine.gpu_name]
@@ -109,8 +116,10 @@ class Recipe:
         """What trains like this; None where `oomb train` has no such optimizer."""
         plan, words = self.plan, ["oomb", "train", "--model_name_or_path", self.model]
         words += ["--max_length", tokens_text(plan.length), "--dtype", self.dtype]
-        if plan.batch_size > 1:
+        if self.asked.batch_size > 1:
             words += ["--per_device_train_batch_size", str(plan.batch_size)]
+        if self.accumulation > 1:
+            words += ["--gradient_accumulation_steps", str(self.accumulation)]
         words += ["--use_peft"] if self.lora else []
         if plan.optimizer in OFFLOADED_STATES:
             options = f"state_dtype={OFFLOADED_STATES[plan.optimizer]},master_weights=false"
@@ -126,6 +135,9 @@ class Recipe:
         text = f"oomb.Config({arguments})"
         if self.plan.optimizer in OFFLOADED_STATES:
             text += f", oomb.Trainer(..., optimizer={literal(self.plan.optimizer)})"
+        if self.accumulation > 1:
+            sizes = f"per_device_train_batch_size=1, gradient_accumulation_steps={self.accumulation}"
+            text += f", TrainingArguments(..., {sizes})"
         return f"{text}, on a PEFT model" if self.lora else text
 
     def _engine_words(self) -> Iterator[str]:
@@ -141,7 +153,8 @@ class Recipe:
             f"{gib(plan.peak_gpu_bytes)} of {gib(plan.gpu_limit)} usable GPU memory, {gib(plan.host_bytes)} of "
             f"{gib(plan.machine.host_bytes)} free host memory"
         )
-        return text if plan.seconds is None else f"{text}; a step takes {plan.pace}"
+        step = f"each of the {self.accumulation} sequences of a step" if self.accumulation > 1 else "a step"
+        return text if plan.seconds is None else f"{text}; {step} takes {plan.pace}"
 
     def lines(self) -> list[str]:
         """The settings one by one, what they come to, and how to use them."""
@@ -159,6 +172,8 @@ class Recipe:
         """Plain values, for JSON."""
         return {
             "context": self.plan.length,
+            "batch_size": self.plan.batch_size,
+            "gradient_accumulation_steps": self.accumulation,
             "machine": asdict(self.plan.machine),
             "changes": self.changes,
             "settings": asdict(self.plan.config),
@@ -273,6 +288,9 @@ class Search:
     def options(self, config: Config) -> list[Option]:
         asked, facts = self.asked.optimizer, self.facts
         options = list(saving_options(self.request(config, {}, self.asked.length)))
+        if self.asked.batch_size > 1:
+            # After the limits that cost nothing to lift, which leave the batch as it was asked for.
+            options.append(Option("batch_size", 1, Harm.NONE))
         if "adamw" not in asked:
             return options
         before, taken = sum(state_bytes(asked, facts)), state_bytes(asked, facts)[1]
@@ -287,12 +305,14 @@ class Search:
 
     def request(self, config: Config, settings: Settings, length: int) -> Request:
         """What the planner is asked with these settings."""
-        plain = {name: value for name, value in settings.items() if name != "optimizer" and value != BRIM}
+        plain = {
+            name: value for name, value in settings.items() if name not in ("optimizer", "batch_size") and value != BRIM
+        }
         request = request_for(
             self.facts,
             replace(config, **plain),
             self.machine,
-            batch_size=self.asked.batch_size,
+            batch_size=settings.get("batch_size", self.asked.batch_size),
             length=length,
             optimizer=settings.get("optimizer", self.asked.optimizer),
             trains=True,
@@ -300,18 +320,17 @@ class Search:
         return to_the_brim(request, [name for name, value in settings.items() if value == BRIM])
 
     def _planned(self, config: Config, settings: Settings, length: int) -> Recipe:
-        return Recipe(
-            model=self.model,
-            dtype=self.dtype,
-            lora=self.lora,
-            was_lora=self.was_lora,
-            asked=self.asked,
-            plan=self._plan(config, settings.get("optimizer", self.asked.optimizer), length),
+        plan = forecast(
+            self.facts,
+            config,
+            self.machine,
+            batch_size=settings.get("batch_size", self.asked.batch_size),
+            length=length,
+            optimizer=settings.get("optimizer", self.asked.optimizer),
         )
-
-    def _plan(self, config: Config, optimizer: str, length: int) -> Plan:
-        batch_size = self.asked.batch_size
-        return forecast(self.facts, config, self.machine, batch_size=batch_size, length=length, optimizer=optimizer)
+        return Recipe(
+            model=self.model, dtype=self.dtype, lora=self.lora, was_lora=self.was_lora, asked=self.asked, plan=plan
+        )
 
     def elsewhere(self, config: Config) -> Recipe | None:
         """The recipe on a machine that is just large enough: in host memory, or if no host is, in GPU memory."""
@@ -366,7 +385,9 @@ def answer(
 
 
 def is_slow(plan: Plan) -> bool:
-    return plan.config.page_budget is None and plan.seconds is not None and plan.seconds > SLOW_SECONDS
+    # Sequences that do not fit together are computed one by one.
+    num_steps = 1 if plan.fits else plan.batch_size
+    return plan.config.page_budget is None and plan.seconds is not None and plan.seconds > num_steps * SLOW_SECONDS
 
 
 def chosen_pages(config: Config) -> Config | None:

@@ -93,6 +93,33 @@ def test_a_recipe_is_as_mild_as_can_be() -> None:
     assert told.recipe is not None and told.recipe.changes == {"host_memory": "auto"}
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_smaller_batch_comes_before_all_that_is_approximate(lora: bool) -> None:
+    """One sequence at a time gives the same gradient, and its pages are a fourth."""
+    machine, facts = machine_named("A100-80GB", 100 * GIB), planner.facts_for("smollm2-135m", lora=lora)
+    plan = forecast(facts, Config(), machine, batch_size=4, length=1 << 20)
+    # Four sequences take more than an hour, one does not: no pages are chosen.
+    assert not plan.fits and plan.seconds is not None and plan.seconds > 3600
+    told = asked_of(plan, facts, lora)
+    assert told.recipe is not None and told.recipe.changes == {"batch_size": 1} and told.exact is None
+    assert told.recipe.plan.fits and told.recipe.plan.batch_size == 1 and told.recipe.accumulation == 4
+    assert " --batch_size 1 " in told.recipe.command
+    words = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4"
+    assert words in (told.recipe.train_command or "")
+    assert "per_device_train_batch_size=1, gradient_accumulation_steps=4" in told.recipe.python
+    text = "\n".join(told.lines())
+    assert "\n  --batch_size 1  one sequence at a time" in text
+    assert "each of the 4 sequences of a step takes about 1" in text
+    # A limit that somebody has set goes first, and the batch stays.
+    limited = forecast(facts, Config(host_memory=0, gpu_memory=0), machine, batch_size=2, length=1 << 17)
+    stays = asked_of(limited, facts, lora).recipe
+    assert stays is not None and stays.changes == {"host_memory": "auto"} and stays.accumulation == 1
+    # Where a sequence alone is too long, it is one by one, and what else it takes.
+    longer = asked_of(forecast(facts, Config(), machine, batch_size=4, length=1 << 22), facts, lora)
+    assert longer.recipe is not None and longer.recipe.changes["batch_size"] == 1
+    assert longer.recipe.changes["grad_dtype"] == "int8"
+
+
 def test_states_go_to_the_host_where_the_gpu_is_short() -> None:
     """Weights and gradients of a 7B model fit into 48 GiB, AdamW's states do not."""
     machine, facts = Machine(gpu_bytes=48 * GIB, host_bytes=200 * GIB), facts_for(False)
@@ -171,12 +198,13 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
         # Applied as a Config, it is the same plan.
         changes = dict(found.changes)
         optimizer = changes.pop("optimizer", plan.optimizer)
+        batch_size = changes.pop("batch_size", plan.batch_size)
         mine = ADAPTED if changes.pop("lora", lora) else TINY
         again = forecast(
             mine,
             replace(plan.config, **changes),
             found.plan.machine,
-            batch_size=plan.batch_size,
+            batch_size=batch_size,
             length=found.plan.length,
             optimizer=optimizer,
         )
@@ -192,14 +220,15 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
     # And nothing of it is needless. Brims are worth what the rest leaves them, so they stay as they are.
     for name in set(told.recipe.changes) - {"page_budget", "page_size", "lora"}:
         config, optimizer = told.recipe.plan.config, told.recipe.plan.optimizer
+        batch_size = told.recipe.plan.batch_size
         if name == "optimizer":
             optimizer = plan.optimizer
+        elif name == "batch_size":
+            batch_size = plan.batch_size
         else:
             config = replace(config, **{name: getattr(plan.config, name)})
         mine = ADAPTED if told.recipe.lora else TINY
-        without = forecast(
-            mine, config, plan.machine, batch_size=plan.batch_size, length=plan.length, optimizer=optimizer
-        )
+        without = forecast(mine, config, plan.machine, batch_size=batch_size, length=plan.length, optimizer=optimizer)
         assert not without.fits or "gpu_memory" in told.recipe.changes, name
 
 
@@ -213,6 +242,9 @@ CASES = {
     "limits": [
         "--model", "demo", "--context", "2M", "--gpu", "24GiB", "--host", "64GiB", "--host_memory", "1GiB",
         "--gpu_memory", "0", "--keep_attention", "true", "--chunk_size", "8K",
+    ],
+    "a batch": [
+        "--model", "smollm2-135m", "--context", "1M", "--gpu", "A100-80GB", "--host", "100GiB", "--batch_size", "4",
     ],
     "hours": ["--model", "smollm2-135m", "--context", "12M", "--gpu", "H200", "--host", "300GiB", "--page_size", "64"],
 }  # fmt: skip
@@ -229,7 +261,7 @@ def test_the_printed_commands_work(case: str, tmp_path: Path) -> None:
     shown = invoke(*shlex.split(command), "--output", tmp_path / "shown.json")
     assert shown.exit_code == 0 and "\nfits\n" in shown.output, shown.output
     plan = json.loads((tmp_path / "shown.json").read_text())
-    for name in ("context", "settings", "lora", "optimizer", "peak_gpu_bytes", "host_bytes", "seconds"):
+    for name in ("context", "batch_size", "settings", "lora", "optimizer", "peak_gpu_bytes", "host_bytes", "seconds"):
         assert plan[name] == found[name], name
     assert plan["fits"] and plan["recipe"] is None and plan["longest"] == []
     for name, value in found["changes"].items():
@@ -251,6 +283,8 @@ def train(found: dict[str, Any]) -> None:
     for name, value in found["settings"].items():
         assert str(run.get(name, usual[name])) == str(value), name
     assert run.get("use_peft", False) == found["lora"]
+    assert run.get("per_device_train_batch_size", 1) == found["batch_size"]
+    assert run.get("gradient_accumulation_steps", 1) == found["gradient_accumulation_steps"]
     is_offloaded = found["optimizer"].startswith("offloaded")
     assert run.get("optim", "adamw_torch") == ("offloaded_adamw" if is_offloaded else "adamw_torch")
 
