@@ -201,7 +201,8 @@ class Answer:
     faster: Recipe | None = None
     """Fits as asked, but takes long: with chosen pages."""
     elsewhere: Recipe | None = None
-    """Nothing makes it fit: on a machine with the host memory that is missing, or if no host is enough, the GPU's."""
+    """Nothing makes it fit: on a machine with the host memory that is missing, or if no host is enough, on the smallest
+    GPU that is, with the host memory that it takes."""
     wants_peft: bool = False
     """LoRA might have helped and could not be tried."""
 
@@ -226,6 +227,12 @@ class Answer:
                 memory.append(f"{gib(machine.host_bytes + GIB / 200)} of free host memory")
             flags = f", with {' '.join(self.elsewhere.flags)}" if self.elsewhere.flags else ""
             lines.append(f"No setting makes it fit here. It takes {' and '.join(memory)}{flags}.")
+            weights = sum(term.num_bytes for term in self.elsewhere.plan.terms if term.name == "weights")
+            if self.elsewhere.lora and weights > self.elsewhere.asked.gpu_limit:
+                lines.append(
+                    "The weights alone do not fit this GPU: oomb train --load_in_4bit keeps them in about a quarter; the "
+                    "plan does not count it."
+                )
         if self.wants_peft:
             lines.append("LoRA takes less, and is tried where peft is installed: pip install 'oomb[peft]'.")
         if self.faster is not None:
@@ -333,22 +340,40 @@ class Search:
         )
 
     def elsewhere(self, config: Config) -> Recipe | None:
-        """The recipe on a machine that is just large enough: in host memory, or if no host is, in GPU memory."""
-        here, settings = self.asked.machine, next(leanest(self.options(config)))
-        enough = enough_host_bytes(self.request(config, settings, self.asked.length))
-        states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
-        if enough is not None:
-            # To the brim of that host, or with the margin of "auto".
-            host_bytes = states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE)
-            return replace(self, machine=replace(here, host_bytes=host_bytes)).recipe(config)
-        here = replace(here, host_bytes=max(here.host_bytes, states))
-        small, large = here.gpu_bytes, LARGEST_GPU_BYTES
+        """The recipe on a machine that is just large enough: this one with more host memory, or if no host is enough,
+        the smallest GPU that is, with the host memory that it takes."""
+        here, there = self.asked.machine, self
+        if self._enough_host(config) is None:
+            there = replace(self, machine=replace(here, gpu_bytes=self._smallest_gpu(config)))
+        host_bytes = max(here.host_bytes, there._enough_host(config) or 0)
+        return replace(there, machine=replace(there.machine, host_bytes=host_bytes)).recipe(config)
+
+    def _smallest_gpu(self, config: Config) -> int:
+        """With as much host memory as need be."""
+
+        def is_enough(gpu_bytes: int) -> bool:
+            return replace(self, machine=replace(self.machine, gpu_bytes=gpu_bytes))._enough_host(config) is not None
+
+        small, large = self.machine.gpu_bytes, max(GIB, 2 * self.machine.gpu_bytes)
+        while large < LARGEST_GPU_BYTES and not is_enough(large):
+            small, large = large, 2 * large
         while large - small > GIB // 100:
             middle = (small + large) // 2
-            there = replace(self, machine=replace(here, gpu_bytes=middle))
-            is_enough = any(there._fits(config, some, self.asked.length) for some in leanest(there.options(config)))
-            small, large = (small, middle) if is_enough else (middle, large)
-        return replace(self, machine=replace(here, gpu_bytes=large)).recipe(config)
+            small, large = (small, middle) if is_enough(middle) else (middle, large)
+        return large
+
+    def _enough_host(self, config: Config) -> int | None:
+        """The host memory that is enough beside this GPU with all that settings save, and a little. None if none is."""
+        sizes = []
+        for settings in leanest(self.options(config)):
+            states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
+            # Of a host with less than nothing to spare it tells how much there must be, be that nothing.
+            bare = replace(self, machine=replace(self.machine, host_bytes=states - 1))
+            enough = enough_host_bytes(bare.request(config, settings, self.asked.length))
+            if enough is not None:
+                # To the brim of that host, or with the margin of "auto".
+                sizes.append(states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE))
+        return min(sizes, default=None)
 
 
 def answer(

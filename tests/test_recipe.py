@@ -215,6 +215,13 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
         assert told.elsewhere is not None
         there, here = told.elsewhere.plan.machine, plan.machine
         assert there.gpu_bytes > here.gpu_bytes or there.host_bytes > here.host_bytes
+        mine = ADAPTED if told.elsewhere.lora else TINY
+        for name in ("gpu_bytes", "host_bytes"):
+            if getattr(there, name) > getattr(here, name):
+                smaller = replace(there, **{name: int(0.9 * getattr(there, name))})
+                sizes: dict[str, Any] = {"batch_size": plan.batch_size, "length": plan.length}
+                less = forecast(mine, plan.config, smaller, optimizer=plan.optimizer, **sizes)
+                assert not less.fits and asked_of(less, mine, told.elsewhere.lora).recipe is None, name
         return
     assert told.recipe.plan.machine == plan.machine and told.recipe.plan.length == plan.length
     # And nothing of it is needless. Brims are worth what the rest leaves them, so they stay as they are.
@@ -354,6 +361,35 @@ def test_where_nothing_helps() -> None:
     # Positions that nobody has learned are not to be had for memory.
     learned = replace(TINY, num_positions=1000)
     assert asked_of(forecast(learned, Config(), H200, length=1001), learned) == Answer()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_where_the_gpu_and_the_host_are_too_small(lora: bool) -> None:
+    """The smallest GPU is named with the host memory that it takes: a GPU that makes up for the host is larger."""
+    small, length = Machine(gpu_bytes=12 * GIB, host_bytes=8 * GIB), 1 << 19
+    plan = forecast(facts_for(lora), Config(), small, length=length)
+    told = asked_of(plan, facts_for(lora), lora, facts_for(True))
+    text = "\n".join(told.lines())
+    [(gpu, host)] = re.findall(r"It takes a GPU of ([\d.]+) GiB and ([\d.]+) GiB of free host memory, with ", text)
+    assert float(gpu) < 20 and float(host) < 40
+
+    def fits(gpu: float, host: float) -> bool:
+        machine = Machine(gpu_bytes=int(gpu * GIB), host_bytes=int(host * GIB))
+        plan = forecast(facts_for(True), Config(), machine, length=length)
+        return plan.fits or asked_of(plan, facts_for(True), True).recipe is not None
+
+    assert fits(float(gpu), float(host))
+    assert not fits(0.9 * float(gpu), float(host)) and not fits(float(gpu), 0.9 * float(host))
+    assert not fits(0.9 * float(gpu), 1000)
+    remark = "oomb train --load_in_4bit keeps them in about a quarter; the plan does not count it."
+    assert text.endswith(remark)
+    # The weights fit, all else does not.
+    plan = forecast(facts_for(True), Config(), replace(small, gpu_bytes=int(15.5 * GIB)), length=length)
+    text = "\n".join(asked_of(plan, facts_for(True), True).lines())
+    assert "It takes a GPU of " in text and "4bit" not in text
+    # And full training has none that are frozen.
+    text = "\n".join(asked_of(forecast(facts_for(False), Config(), small, length=length), facts_for(False)).lines())
+    assert "It takes a GPU of " in text and "4bit" not in text
 
 
 def test_without_peft_it_says_what_to_install() -> None:
