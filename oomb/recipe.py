@@ -32,6 +32,7 @@ from oomb.forecast import CARDS, OFFLOADED_STATES, Machine, Plan, forecast, pred
 from oomb.metrics import GIB, gib
 from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place
+from oomb.presets import is_preset
 
 SLOW_SECONDS, SPEED_UP = 3600, 3
 """Chosen pages are brought up where a step takes longer, and would be so many times as fast with them. Of a batch that
@@ -113,8 +114,9 @@ class Recipe:
 
     @property
     def train_command(self) -> str | None:
-        """What trains like this; None where `oomb train` has no such optimizer."""
-        plan, words = self.plan, ["oomb", "train", "--model_name_or_path", self.model]
+        """What trains like this, with MODEL for a preset; None where `oomb train` has no such optimizer."""
+        model = "MODEL" if is_preset(self.model) else self.model
+        plan, words = self.plan, ["oomb", "train", "--model_name_or_path", model]
         words += ["--max_length", tokens_text(plan.length), "--dtype", self.dtype]
         if self.asked.batch_size > 1:
             words += ["--per_device_train_batch_size", str(plan.batch_size)]
@@ -164,9 +166,15 @@ class Recipe:
             *(f"  {flag.ljust(width)}  {_meaning(name, value)}" for flag, (name, value) in shown.items()),
             f"It then takes {self.takes}.",
             f"the plan in full: {self.command}",
-            *([f"to train: {self.train_command}"] if self.train_command is not None else []),
+            *self._training_lines(),
             f"in Python: {self.python}",
         ]
+
+    def _training_lines(self) -> Iterator[str]:
+        if self.train_command is not None:
+            yield f"to train: {self.train_command}"
+            if is_preset(self.model):
+                yield "  MODEL: the folder or hub id of the trained model. The preset itself has random weights."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -277,12 +277,15 @@ def test_the_printed_commands_work(case: str, tmp_path: Path) -> None:
     assert eval(found["python"].split(")")[0].removeprefix("oomb.") + ")", {"Config": Config}) == Config(
         **found["settings"]
     )
-    train(found)
+    assert "\n  MODEL: the folder or hub id of the trained model." in asked.output
+    train(found, CASES[case][1])
 
 
-def train(found: dict[str, Any]) -> None:
-    """The command for training reads as the same settings."""
+def train(found: dict[str, Any], model: str) -> None:
+    """The command for training reads as the same settings, for a model in place of the preset."""
     words = shlex.split(found["train_command"])
+    assert words[:4] == ["oomb", "train", "--model_name_or_path", "MODEL"]
+    words[3] = model
     result = invoke(*words[1:], "--print_config")
     assert result.exit_code == 0, result.output
     run = yaml.safe_load(result.output)
@@ -435,6 +438,12 @@ def test_a_recipe_reads_well() -> None:
     assert "--use_peft --optim offloaded_adamw --optim_args state_dtype=8bit,master_weights=false" in (
         whole.train_command or ""
     )
+    # A model of one's own is named; a preset would be trained from random weights.
+    assert (whole.train_command or "").startswith("oomb train --model_name_or_path 'my model' --max_length 100")
+    assert "random weights" not in "\n".join(whole.lines())
+    preset = replace(whole, model="Demo")
+    assert (preset.train_command or "").startswith("oomb train --model_name_or_path MODEL --max_length 100")
+    assert "random weights" in "\n".join(preset.lines()) and "--model Demo" in preset.command
     assert "  --kv_dtype int8                   K and V rest in 8 bits: an approximation" in whole.lines()
     # This machine's own GPU, whose memory is not that of the table, needs no name; its optimizer may have none.
     mine = replace(plan, optimizer="sgd", machine=Machine(gpu_bytes=123, host_bytes=5, gpu_name="NVIDIA H200"))
