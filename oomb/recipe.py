@@ -238,11 +238,11 @@ class Answer:
             weights = sum(term.num_bytes for term in self.elsewhere.plan.terms if term.name == "weights")
             if self.elsewhere.lora and weights > self.elsewhere.asked.gpu_limit:
                 lines.append(
-                    "The weights alone do not fit this GPU: oomb train --load_in_4bit keeps them in about a quarter; the "
-                    "plan does not count it."
+                    "The weights alone do not fit this GPU: oomb train --load_in_4bit keeps them in about a quarter; "
+                    "the plan does not count it."
                 )
         if self.wants_peft:
-            lines.append("LoRA takes less, and is tried where peft is installed: pip install 'oomb[peft]'.")
+            lines.append("LoRA takes less, and is tried where peft is installed: pip install peft.")
         if self.faster is not None:
             flags, pace = " ".join(self.faster.flags), self.faster.plan.pace
             lines.append(f"With {flags} it takes {pace}: attention to chosen pages, an approximation.")
