@@ -276,7 +276,7 @@ def with_lora(network: Any) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise ValueError("--lora needs peft: pip install 'oomb[peft]'") from None
+        raise ValueError("--lora needs peft: pip install peft") from None
     return get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
 
 
@@ -313,7 +313,7 @@ def check_plotting(path: str | Path, option: str = "--plot") -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError(f"{option} needs matplotlib: pip install 'oomb[plot]'") from None
+        raise ValueError(f"{option} needs matplotlib: pip install matplotlib") from None
 
 
 def short_tokens(tokens: float) -> str:

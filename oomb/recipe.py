@@ -32,9 +32,11 @@ from oomb.forecast import CARDS, OFFLOADED_STATES, Machine, Plan, forecast, pred
 from oomb.metrics import GIB, gib
 from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place
+from oomb.presets import is_preset
 
 SLOW_SECONDS, SPEED_UP = 3600, 3
-"""Chosen pages are brought up where a step takes longer, and would be so many times as fast with them."""
+"""Chosen pages are brought up where a step takes longer, and would be so many times as fast with them. Of a batch that
+does not fit at once, a step is one sequence."""
 CHOSEN_PAGES: Settings = {"page_budget": 64, "page_size": 128}
 """The setting that was measured."""
 WORTHWHILE = 0.95
@@ -44,6 +46,7 @@ LARGEST_GPU_BYTES = 1 << 50
 
 MEANINGS = {
     "lora": "adapters are trained and the weights are frozen",
+    "batch_size": "one sequence at a time, and gradients accumulated: the same result",
     "host_memory": f"all host memory that is left, but {SPARE_HOST_BYTES >> 30} GiB",
     "gpu_memory": "all GPU memory that is left beside the rest",
     "keep_attention": "attention is computed again in the gradient pass: slower",
@@ -74,12 +77,17 @@ class Recipe:
 
     @property
     def changes(self) -> Settings:
-        """Fields of `Config`, "optimizer" and "lora", as they are now."""
+        """Fields of `Config`, "batch_size", "optimizer" and "lora", as they are now."""
         now, before = (
-            {**asdict(plan.config), "optimizer": plan.optimizer, "lora": lora}
+            {**asdict(plan.config), "batch_size": plan.batch_size, "optimizer": plan.optimizer, "lora": lora}
             for plan, lora in ((self.plan, self.lora), (self.asked, self.was_lora))
         )
         return {name: now[name] for name in MEANINGS if now[name] != before[name]}
+
+    @property
+    def accumulation(self) -> int:
+        """Batches of an optimizer step, if it has as many sequences as were asked for."""
+        return self.asked.batch_size // self.plan.batch_size
 
     @property
     def flags(self) -> list[str]:
@@ -91,7 +99,7 @@ class Recipe:
         """What shows this plan in full."""
         plan, machine = self.plan, self.plan.machine
         words = ["oomb", "plan", "--model", self.model, "--context", tokens_text(plan.length)]
-        if plan.batch_size > 1:
+        if self.asked.batch_size > 1:
             words += ["--batch_size", str(plan.batch_size)]
         if machine.gpu_name in CARDS and machine.gpu_bytes == int(CARDS[machine.gpu_name] * GIB):
             words += ["--gpu", machine.gpu_name]
@@ -106,11 +114,14 @@ class Recipe:
 
     @property
     def train_command(self) -> str | None:
-        """What trains like this; None where `oomb train` has no such optimizer."""
-        plan, words = self.plan, ["oomb", "train", "--model_name_or_path", self.model]
+        """What trains like this, with MODEL for a preset; None where `oomb train` has no such optimizer."""
+        model = "MODEL" if is_preset(self.model) else self.model
+        plan, words = self.plan, ["oomb", "train", "--model_name_or_path", model]
         words += ["--max_length", tokens_text(plan.length), "--dtype", self.dtype]
-        if plan.batch_size > 1:
+        if self.asked.batch_size > 1:
             words += ["--per_device_train_batch_size", str(plan.batch_size)]
+        if self.accumulation > 1:
+            words += ["--gradient_accumulation_steps", str(self.accumulation)]
         words += ["--use_peft"] if self.lora else []
         if plan.optimizer in OFFLOADED_STATES:
             options = f"state_dtype={OFFLOADED_STATES[plan.optimizer]},master_weights=false"
@@ -126,6 +137,9 @@ class Recipe:
         text = f"oomb.Config({arguments})"
         if self.plan.optimizer in OFFLOADED_STATES:
             text += f", oomb.Trainer(..., optimizer={literal(self.plan.optimizer)})"
+        if self.accumulation > 1:
+            sizes = f"per_device_train_batch_size=1, gradient_accumulation_steps={self.accumulation}"
+            text += f", TrainingArguments(..., {sizes})"
         return f"{text}, on a PEFT model" if self.lora else text
 
     def _engine_words(self) -> Iterator[str]:
@@ -141,7 +155,8 @@ class Recipe:
             f"{gib(plan.peak_gpu_bytes)} of {gib(plan.gpu_limit)} usable GPU memory, {gib(plan.host_bytes)} of "
             f"{gib(plan.machine.host_bytes)} free host memory"
         )
-        return text if plan.seconds is None else f"{text}; a step takes {plan.pace}"
+        step = f"each of the {self.accumulation} sequences of a step" if self.accumulation > 1 else "a step"
+        return text if plan.seconds is None else f"{text}; {step} takes {plan.pace}"
 
     def lines(self) -> list[str]:
         """The settings one by one, what they come to, and how to use them."""
@@ -151,14 +166,22 @@ class Recipe:
             *(f"  {flag.ljust(width)}  {_meaning(name, value)}" for flag, (name, value) in shown.items()),
             f"It then takes {self.takes}.",
             f"the plan in full: {self.command}",
-            *([f"to train: {self.train_command}"] if self.train_command is not None else []),
+            *self._training_lines(),
             f"in Python: {self.python}",
         ]
+
+    def _training_lines(self) -> Iterator[str]:
+        if self.train_command is not None:
+            yield f"to train: {self.train_command}"
+            if is_preset(self.model):
+                yield "  MODEL: the folder or hub id of the trained model. The preset itself has random weights."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "context": self.plan.length,
+            "batch_size": self.plan.batch_size,
+            "gradient_accumulation_steps": self.accumulation,
             "machine": asdict(self.plan.machine),
             "changes": self.changes,
             "settings": asdict(self.plan.config),
@@ -186,7 +209,8 @@ class Answer:
     faster: Recipe | None = None
     """Fits as asked, but takes long: with chosen pages."""
     elsewhere: Recipe | None = None
-    """Nothing makes it fit: on a machine with the host memory that is missing, or if no host is enough, the GPU's."""
+    """Nothing makes it fit: on a machine with the host memory that is missing, or if no host is enough, on the smallest
+    GPU that is, with the host memory that it takes."""
     wants_peft: bool = False
     """LoRA might have helped and could not be tried."""
 
@@ -211,8 +235,14 @@ class Answer:
                 memory.append(f"{gib(machine.host_bytes + GIB / 200)} of free host memory")
             flags = f", with {' '.join(self.elsewhere.flags)}" if self.elsewhere.flags else ""
             lines.append(f"No setting makes it fit here. It takes {' and '.join(memory)}{flags}.")
+            weights = sum(term.num_bytes for term in self.elsewhere.plan.terms if term.name == "weights")
+            if self.elsewhere.lora and weights > self.elsewhere.asked.gpu_limit:
+                lines.append(
+                    "The weights alone do not fit this GPU: oomb train --load_in_4bit keeps them in about a quarter; "
+                    "the plan does not count it."
+                )
         if self.wants_peft:
-            lines.append("LoRA takes less, and is tried where peft is installed: pip install 'oomb[peft]'.")
+            lines.append("LoRA takes less, and is tried where peft is installed: pip install peft.")
         if self.faster is not None:
             flags, pace = " ".join(self.faster.flags), self.faster.plan.pace
             lines.append(f"With {flags} it takes {pace}: attention to chosen pages, an approximation.")
@@ -273,6 +303,9 @@ class Search:
     def options(self, config: Config) -> list[Option]:
         asked, facts = self.asked.optimizer, self.facts
         options = list(saving_options(self.request(config, {}, self.asked.length)))
+        if self.asked.batch_size > 1:
+            # After the limits that cost nothing to lift, which leave the batch as it was asked for.
+            options.append(Option("batch_size", 1, Harm.NONE))
         if "adamw" not in asked:
             return options
         before, taken = sum(state_bytes(asked, facts)), state_bytes(asked, facts)[1]
@@ -287,12 +320,14 @@ class Search:
 
     def request(self, config: Config, settings: Settings, length: int) -> Request:
         """What the planner is asked with these settings."""
-        plain = {name: value for name, value in settings.items() if name != "optimizer" and value != BRIM}
+        plain = {
+            name: value for name, value in settings.items() if name not in ("optimizer", "batch_size") and value != BRIM
+        }
         request = request_for(
             self.facts,
             replace(config, **plain),
             self.machine,
-            batch_size=self.asked.batch_size,
+            batch_size=settings.get("batch_size", self.asked.batch_size),
             length=length,
             optimizer=settings.get("optimizer", self.asked.optimizer),
             trains=True,
@@ -300,36 +335,53 @@ class Search:
         return to_the_brim(request, [name for name, value in settings.items() if value == BRIM])
 
     def _planned(self, config: Config, settings: Settings, length: int) -> Recipe:
+        plan = forecast(
+            self.facts,
+            config,
+            self.machine,
+            batch_size=settings.get("batch_size", self.asked.batch_size),
+            length=length,
+            optimizer=settings.get("optimizer", self.asked.optimizer),
+        )
         return Recipe(
-            model=self.model,
-            dtype=self.dtype,
-            lora=self.lora,
-            was_lora=self.was_lora,
-            asked=self.asked,
-            plan=self._plan(config, settings.get("optimizer", self.asked.optimizer), length),
+            model=self.model, dtype=self.dtype, lora=self.lora, was_lora=self.was_lora, asked=self.asked, plan=plan
         )
 
-    def _plan(self, config: Config, optimizer: str, length: int) -> Plan:
-        batch_size = self.asked.batch_size
-        return forecast(self.facts, config, self.machine, batch_size=batch_size, length=length, optimizer=optimizer)
-
     def elsewhere(self, config: Config) -> Recipe | None:
-        """The recipe on a machine that is just large enough: in host memory, or if no host is, in GPU memory."""
-        here, settings = self.asked.machine, next(leanest(self.options(config)))
-        enough = enough_host_bytes(self.request(config, settings, self.asked.length))
-        states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
-        if enough is not None:
-            # To the brim of that host, or with the margin of "auto".
-            host_bytes = states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE)
-            return replace(self, machine=replace(here, host_bytes=host_bytes)).recipe(config)
-        here = replace(here, host_bytes=max(here.host_bytes, states))
-        small, large = here.gpu_bytes, LARGEST_GPU_BYTES
+        """The recipe on a machine that is just large enough: this one with more host memory, or if no host is enough,
+        the smallest GPU that is, with the host memory that it takes."""
+        here, there = self.asked.machine, self
+        if self._enough_host(config) is None:
+            there = replace(self, machine=replace(here, gpu_bytes=self._smallest_gpu(config)))
+        host_bytes = max(here.host_bytes, there._enough_host(config) or 0)
+        return replace(there, machine=replace(there.machine, host_bytes=host_bytes)).recipe(config)
+
+    def _smallest_gpu(self, config: Config) -> int:
+        """With as much host memory as need be."""
+
+        def is_enough(gpu_bytes: int) -> bool:
+            return replace(self, machine=replace(self.machine, gpu_bytes=gpu_bytes))._enough_host(config) is not None
+
+        small, large = self.machine.gpu_bytes, max(GIB, 2 * self.machine.gpu_bytes)
+        while large < LARGEST_GPU_BYTES and not is_enough(large):
+            small, large = large, 2 * large
         while large - small > GIB // 100:
             middle = (small + large) // 2
-            there = replace(self, machine=replace(here, gpu_bytes=middle))
-            is_enough = any(there._fits(config, some, self.asked.length) for some in leanest(there.options(config)))
-            small, large = (small, middle) if is_enough else (middle, large)
-        return replace(self, machine=replace(here, gpu_bytes=large)).recipe(config)
+            small, large = (small, middle) if is_enough(middle) else (middle, large)
+        return large
+
+    def _enough_host(self, config: Config) -> int | None:
+        """The host memory that is enough beside this GPU with all that settings save, and a little. None if none is."""
+        sizes = []
+        for settings in leanest(self.options(config)):
+            states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
+            # Of a host with less than nothing to spare it tells how much there must be, be that nothing.
+            bare = replace(self, machine=replace(self.machine, host_bytes=states - 1))
+            enough = enough_host_bytes(bare.request(config, settings, self.asked.length))
+            if enough is not None:
+                # To the brim of that host, or with the margin of "auto".
+                sizes.append(states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE))
+        return min(sizes, default=None)
 
 
 def answer(
@@ -366,7 +418,9 @@ def answer(
 
 
 def is_slow(plan: Plan) -> bool:
-    return plan.config.page_budget is None and plan.seconds is not None and plan.seconds > SLOW_SECONDS
+    # Sequences that do not fit together are computed one by one.
+    num_steps = 1 if plan.fits else plan.batch_size
+    return plan.config.page_budget is None and plan.seconds is not None and plan.seconds > num_steps * SLOW_SECONDS
 
 
 def chosen_pages(config: Config) -> Config | None:

@@ -323,10 +323,10 @@ def __getattr__(name: str) -> Any:
         import trl
         from trl.trainer import utils
     except ImportError as error:
-        raise ImportError(f'oomb.{name} needs TRL: pip install "oomb[trl]" ({error})') from error
+        raise ImportError(f"oomb.{name} needs TRL: pip install trl ({error})") from error
     if not hasattr(utils, "add_fused_lm_head"):
         raise ImportError(
-            f'oomb.{name} needs TRL {OLDEST} or newer; this is {trl.__version__}: pip install --upgrade "oomb[trl]"'
+            f"oomb.{name} needs TRL {OLDEST} or newer; this is {trl.__version__}: pip install --upgrade trl"
         )
     theirs = getattr(trl, name)
     body = {"trl_class": theirs, "__doc__": ours.__doc__, "__module__": __name__}

@@ -65,7 +65,7 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--batch_size is 0" in complaint("--batch_size", "0")
     assert "must end in .png, .pdf, .svg" in complaint("--plot", "plan.txt")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'oomb[plot]'" in complaint("--plot", "plan.png")
+    assert "--plot needs matplotlib: pip install matplotlib" in complaint("--plot", "plan.png")
     if not torch.cuda.is_available():
         result = invoke("plan", "--model", "demo")
         assert result.exit_code == 2 and "--gpu 24GiB" in result.stderr

@@ -93,6 +93,33 @@ def test_a_recipe_is_as_mild_as_can_be() -> None:
     assert told.recipe is not None and told.recipe.changes == {"host_memory": "auto"}
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_smaller_batch_comes_before_all_that_is_approximate(lora: bool) -> None:
+    """One sequence at a time gives the same gradient, and its pages are a fourth."""
+    machine, facts = machine_named("A100-80GB", 100 * GIB), planner.facts_for("smollm2-135m", lora=lora)
+    plan = forecast(facts, Config(), machine, batch_size=4, length=1 << 20)
+    # Four sequences take more than an hour, one does not: no pages are chosen.
+    assert not plan.fits and plan.seconds is not None and plan.seconds > 3600
+    told = asked_of(plan, facts, lora)
+    assert told.recipe is not None and told.recipe.changes == {"batch_size": 1} and told.exact is None
+    assert told.recipe.plan.fits and told.recipe.plan.batch_size == 1 and told.recipe.accumulation == 4
+    assert " --batch_size 1 " in told.recipe.command
+    words = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4"
+    assert words in (told.recipe.train_command or "")
+    assert "per_device_train_batch_size=1, gradient_accumulation_steps=4" in told.recipe.python
+    text = "\n".join(told.lines())
+    assert "\n  --batch_size 1  one sequence at a time" in text
+    assert "each of the 4 sequences of a step takes about 1" in text
+    # A limit that somebody has set goes first, and the batch stays.
+    limited = forecast(facts, Config(host_memory=0, gpu_memory=0), machine, batch_size=2, length=1 << 17)
+    stays = asked_of(limited, facts, lora).recipe
+    assert stays is not None and stays.changes == {"host_memory": "auto"} and stays.accumulation == 1
+    # Where a sequence alone is too long, it is one by one, and what else it takes.
+    longer = asked_of(forecast(facts, Config(), machine, batch_size=4, length=1 << 22), facts, lora)
+    assert longer.recipe is not None and longer.recipe.changes["batch_size"] == 1
+    assert longer.recipe.changes["grad_dtype"] == "int8"
+
+
 def test_states_go_to_the_host_where_the_gpu_is_short() -> None:
     """Weights and gradients of a 7B model fit into 48 GiB, AdamW's states do not."""
     machine, facts = Machine(gpu_bytes=48 * GIB, host_bytes=200 * GIB), facts_for(False)
@@ -171,12 +198,13 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
         # Applied as a Config, it is the same plan.
         changes = dict(found.changes)
         optimizer = changes.pop("optimizer", plan.optimizer)
+        batch_size = changes.pop("batch_size", plan.batch_size)
         mine = ADAPTED if changes.pop("lora", lora) else TINY
         again = forecast(
             mine,
             replace(plan.config, **changes),
             found.plan.machine,
-            batch_size=plan.batch_size,
+            batch_size=batch_size,
             length=found.plan.length,
             optimizer=optimizer,
         )
@@ -187,19 +215,27 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
         assert told.elsewhere is not None
         there, here = told.elsewhere.plan.machine, plan.machine
         assert there.gpu_bytes > here.gpu_bytes or there.host_bytes > here.host_bytes
+        mine = ADAPTED if told.elsewhere.lora else TINY
+        for name in ("gpu_bytes", "host_bytes"):
+            if getattr(there, name) > getattr(here, name):
+                smaller = replace(there, **{name: int(0.9 * getattr(there, name))})
+                sizes: dict[str, Any] = {"batch_size": plan.batch_size, "length": plan.length}
+                less = forecast(mine, plan.config, smaller, optimizer=plan.optimizer, **sizes)
+                assert not less.fits and asked_of(less, mine, told.elsewhere.lora).recipe is None, name
         return
     assert told.recipe.plan.machine == plan.machine and told.recipe.plan.length == plan.length
     # And nothing of it is needless. Brims are worth what the rest leaves them, so they stay as they are.
     for name in set(told.recipe.changes) - {"page_budget", "page_size", "lora"}:
         config, optimizer = told.recipe.plan.config, told.recipe.plan.optimizer
+        batch_size = told.recipe.plan.batch_size
         if name == "optimizer":
             optimizer = plan.optimizer
+        elif name == "batch_size":
+            batch_size = plan.batch_size
         else:
             config = replace(config, **{name: getattr(plan.config, name)})
         mine = ADAPTED if told.recipe.lora else TINY
-        without = forecast(
-            mine, config, plan.machine, batch_size=plan.batch_size, length=plan.length, optimizer=optimizer
-        )
+        without = forecast(mine, config, plan.machine, batch_size=batch_size, length=plan.length, optimizer=optimizer)
         assert not without.fits or "gpu_memory" in told.recipe.changes, name
 
 
@@ -213,6 +249,9 @@ CASES = {
     "limits": [
         "--model", "demo", "--context", "2M", "--gpu", "24GiB", "--host", "64GiB", "--host_memory", "1GiB",
         "--gpu_memory", "0", "--keep_attention", "true", "--chunk_size", "8K",
+    ],
+    "a batch": [
+        "--model", "smollm2-135m", "--context", "1M", "--gpu", "A100-80GB", "--host", "100GiB", "--batch_size", "4",
     ],
     "hours": ["--model", "smollm2-135m", "--context", "12M", "--gpu", "H200", "--host", "300GiB", "--page_size", "64"],
 }  # fmt: skip
@@ -229,7 +268,7 @@ def test_the_printed_commands_work(case: str, tmp_path: Path) -> None:
     shown = invoke(*shlex.split(command), "--output", tmp_path / "shown.json")
     assert shown.exit_code == 0 and "\nfits\n" in shown.output, shown.output
     plan = json.loads((tmp_path / "shown.json").read_text())
-    for name in ("context", "settings", "lora", "optimizer", "peak_gpu_bytes", "host_bytes", "seconds"):
+    for name in ("context", "batch_size", "settings", "lora", "optimizer", "peak_gpu_bytes", "host_bytes", "seconds"):
         assert plan[name] == found[name], name
     assert plan["fits"] and plan["recipe"] is None and plan["longest"] == []
     for name, value in found["changes"].items():
@@ -238,12 +277,15 @@ def test_the_printed_commands_work(case: str, tmp_path: Path) -> None:
     assert eval(found["python"].split(")")[0].removeprefix("oomb.") + ")", {"Config": Config}) == Config(
         **found["settings"]
     )
-    train(found)
+    assert "\n  MODEL: the folder or hub id of the trained model." in asked.output
+    train(found, CASES[case][1])
 
 
-def train(found: dict[str, Any]) -> None:
-    """The command for training reads as the same settings."""
+def train(found: dict[str, Any], model: str) -> None:
+    """The command for training reads as the same settings, for a model in place of the preset."""
     words = shlex.split(found["train_command"])
+    assert words[:4] == ["oomb", "train", "--model_name_or_path", "MODEL"]
+    words[3] = model
     result = invoke(*words[1:], "--print_config")
     assert result.exit_code == 0, result.output
     run = yaml.safe_load(result.output)
@@ -251,6 +293,8 @@ def train(found: dict[str, Any]) -> None:
     for name, value in found["settings"].items():
         assert str(run.get(name, usual[name])) == str(value), name
     assert run.get("use_peft", False) == found["lora"]
+    assert run.get("per_device_train_batch_size", 1) == found["batch_size"]
+    assert run.get("gradient_accumulation_steps", 1) == found["gradient_accumulation_steps"]
     is_offloaded = found["optimizer"].startswith("offloaded")
     assert run.get("optim", "adamw_torch") == ("offloaded_adamw" if is_offloaded else "adamw_torch")
 
@@ -322,11 +366,40 @@ def test_where_nothing_helps() -> None:
     assert asked_of(forecast(learned, Config(), H200, length=1001), learned) == Answer()
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_where_the_gpu_and_the_host_are_too_small(lora: bool) -> None:
+    """The smallest GPU is named with the host memory that it takes: a GPU that makes up for the host is larger."""
+    small, length = Machine(gpu_bytes=12 * GIB, host_bytes=8 * GIB), 1 << 19
+    plan = forecast(facts_for(lora), Config(), small, length=length)
+    told = asked_of(plan, facts_for(lora), lora, facts_for(True))
+    text = "\n".join(told.lines())
+    [(gpu, host)] = re.findall(r"It takes a GPU of ([\d.]+) GiB and ([\d.]+) GiB of free host memory, with ", text)
+    assert float(gpu) < 20 and float(host) < 40
+
+    def fits(gpu: float, host: float) -> bool:
+        machine = Machine(gpu_bytes=int(gpu * GIB), host_bytes=int(host * GIB))
+        plan = forecast(facts_for(True), Config(), machine, length=length)
+        return plan.fits or asked_of(plan, facts_for(True), True).recipe is not None
+
+    assert fits(float(gpu), float(host))
+    assert not fits(0.9 * float(gpu), float(host)) and not fits(float(gpu), 0.9 * float(host))
+    assert not fits(0.9 * float(gpu), 1000)
+    remark = "oomb train --load_in_4bit keeps them in about a quarter; the plan does not count it."
+    assert text.endswith(remark)
+    # The weights fit, all else does not.
+    plan = forecast(facts_for(True), Config(), replace(small, gpu_bytes=int(15.5 * GIB)), length=length)
+    text = "\n".join(asked_of(plan, facts_for(True), True).lines())
+    assert "It takes a GPU of " in text and "4bit" not in text
+    # And full training has none that are frozen.
+    text = "\n".join(asked_of(forecast(facts_for(False), Config(), small, length=length), facts_for(False)).lines())
+    assert "It takes a GPU of " in text and "4bit" not in text
+
+
 def test_without_peft_it_says_what_to_install() -> None:
     small = Machine(gpu_bytes=24 * GIB, host_bytes=64 * GIB)
     plan = forecast(facts_for(False), Config(), small, length=8192)
     text = "\n".join(asked_of(plan, facts_for(False)).lines())
-    assert "pip install 'oomb[peft]'" in text and "--lora" not in text
+    assert "where peft is installed: pip install peft." in text and "--lora" not in text
     assert "install" not in "\n".join(asked_of(plan, facts_for(False), adapted=facts_for(True)).lines())
 
 
@@ -365,6 +438,12 @@ def test_a_recipe_reads_well() -> None:
     assert "--use_peft --optim offloaded_adamw --optim_args state_dtype=8bit,master_weights=false" in (
         whole.train_command or ""
     )
+    # A model of one's own is named; a preset would be trained from random weights.
+    assert (whole.train_command or "").startswith("oomb train --model_name_or_path 'my model' --max_length 100")
+    assert "random weights" not in "\n".join(whole.lines())
+    preset = replace(whole, model="Demo")
+    assert (preset.train_command or "").startswith("oomb train --model_name_or_path MODEL --max_length 100")
+    assert "random weights" in "\n".join(preset.lines()) and "--model Demo" in preset.command
     assert "  --kv_dtype int8                   K and V rest in 8 bits: an approximation" in whole.lines()
     # This machine's own GPU, whose memory is not that of the table, needs no name; its optimizer may have none.
     mine = replace(plan, optimizer="sgd", machine=Machine(gpu_bytes=123, host_bytes=5, gpu_name="NVIDIA H200"))

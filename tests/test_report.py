@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -348,7 +349,7 @@ def test_the_documented_example_runs(
     assert (tmp_path / "runs" / "demo" / "report.html").is_file()
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("matplotlib.image")
     run = write_run(tmp_path / "run", whole_run())
     result = invoke("report", run, "--png", tmp_path / "deep" / "run.png")
@@ -360,6 +361,8 @@ def test_the_picture(tmp_path: Path) -> None:
     for quarter in (blue[:rows, :columns], blue[:rows, columns:], blue[rows:, :columns], blue[rows:, columns:]):
         assert quarter.any(0).sum() > 0.4 * columns
     assert "nothing to draw" in invoke("report", write_run(tmp_path / "new", [start()]), "--png", "x.png").output
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "--png needs matplotlib: pip install matplotlib" in invoke("report", run, "--png", "x.png").output
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def check_picture(path: str | Path, option: str = "--png") -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError(f"{option} needs matplotlib: pip install 'oomb[plot]'") from None
+        raise ValueError(f"{option} needs matplotlib: pip install matplotlib") from None
 
 
 def write_picture(
