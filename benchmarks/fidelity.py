@@ -278,7 +278,7 @@ def draw(record: dict[str, Any], out: Path, console: Console) -> None:
     try:
         plot(record, out.with_suffix(".png"))
     except ImportError:
-        console.print(f"no picture without matplotlib: pip install 'oomb[plot]', then --redraw --out {out}")
+        console.print(f"no picture without matplotlib: pip install matplotlib, then --redraw --out {out}")
     else:
         console.print(f"drawn in {out.with_suffix('.png')}")
 

@@ -227,7 +227,7 @@ def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError:
-            raise ValueError("--lora needs peft: pip install 'oomb[peft]'") from None
+            raise ValueError("--lora needs peft: pip install peft") from None
         network = get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
     return network.train()
 

@@ -25,7 +25,7 @@ def base_of(name_or_path: str) -> str | None:
     if not any((folder / name).is_file() for name in WEIGHTS):
         raise ValueError(f"{folder} holds {CONFIG} and no weights of adapters: {' or '.join(WEIGHTS)} is missing")
     if importlib.util.find_spec("peft") is None:
-        raise ValueError(f"{folder} holds LoRA adapters, and to read them needs peft: pip install 'oomb[peft]'")
+        raise ValueError(f"{folder} holds LoRA adapters, and to read them needs peft: pip install peft")
     try:
         base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
