@@ -191,7 +191,7 @@ def test_adapters_of_random_weights_are_not_worth_keeping(here: Path) -> None:
 def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_is_there", lambda package: False)
     for flags, message in (
-        (["--use_peft"], "--use_peft needs peft: pip install 'oomb[peft]'"),
+        (["--use_peft"], "--use_peft needs peft: pip install peft"),
         (["--report_to", "trackio"], "--report_to trackio needs the package trackio: pip install trackio"),
     ):
         result = invoke("train", *QUICK, *flags)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, data
+from oomb import checkpoints, data, presets
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs, prepare
@@ -250,6 +250,22 @@ def test_it_is_told_in_the_run(here: Path) -> None:
     assert f"{num_windows} windows of 256 tokens to train on, of which 1 step read the first 1, once; " in result.output
     assert "none held out, by --max_eval_samples 0" in result.output
     assert data.load("text.txt", max_length=256, num_held_out=0).num_examples == num_windows
+
+
+def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.PRESETS, "some-7b", presets.PRESETS["demo"])
+    said = "is a preset: random weights, and text is read as bytes. For the trained model name its hub id or a folder."
+    for name in ("some-7b", "Some-7B"):
+        done = invoke("train", "--model", name, *TOY, "--max_steps", "1", "--overwrite_output_dir")
+        assert done.exit_code == 0, done.output
+        assert done.output.count(f"{name} {said}") == 1
+        assert done.output.index(said) < done.output.index("held-out loss before training")
+    # The built-in example is meant as it is, a folder is a model, and a tokenizer reads no bytes.
+    Path("Some-7B").mkdir()
+    for name in ("demo", "Some-7B", "some/hub-id"):
+        assert prepare.what_a_preset_is(Settings(model_name_or_path=name)) is None
+    told = prepare.what_a_preset_is(Settings(model_name_or_path="some-7b", tokenizer_name="a/b"))
+    assert told is not None and "random weights. For" in told
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Precision:
 def check_packages(settings: Settings) -> None:
     """Optional packages that the settings ask for are there, or named."""
     if settings.use_peft and not _is_there("peft"):
-        raise SettingError("use_peft", "needs peft: pip install 'oomb[peft]'")
+        raise SettingError("use_peft", "needs peft: pip install peft")
     bits_config(load_in_4bit=settings.load_in_4bit)
     for tracker in settings.trackers:
         if not any(map(_is_there, TRACKERS[tracker])):
@@ -127,6 +127,15 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
         if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
             return None
         raise
+
+
+def what_a_preset_is(settings: Settings) -> str | None:
+    """For who names a preset and means the model of that name. None where there is nothing to say."""
+    name = settings.model_name_or_path
+    if not presets.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
+        return None
+    text = ", and text is read as bytes" if settings.tokenizer_name is None else ""
+    return f"{name} is a preset: random weights{text}. For the trained model name its hub id or a folder."
 
 
 def load_windows(

@@ -45,6 +45,10 @@ def run(settings: Settings, console: Console) -> int:
     first_step, resume = outputs.first_step(settings), settings.resume_from_checkpoint
     output_dir = outputs.output_dir_of(settings)
 
+    preset = prepare.what_a_preset_is(settings)
+    if preset is not None:
+        console.print(f"[yellow]{escape(preset)}[/]", highlight=False, soft_wrap=True)
+
     # Text is cheaper to find fault with than weights are to load.
     model_config = presets.load_config(settings.model_name_or_path)
     if settings.use_peft:
