@@ -18,14 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from oomb import checkpoints, presets
 from oomb.config import Config
-from oomb.train.settings import DEMO, LATEST, Settings
+from oomb.train.settings import AUTO, DEMO, LATEST, Settings
 
 MODEL, METRICS, CONFIG = "model", "metrics.jsonl", "config.yaml"
 """In the folder of a run."""
 
 
-def output_dir_of(settings: Settings) -> Path:
-    """Where the run writes. Refuses, before any work, what cannot be written or holds another run."""
+def output_dir_of(settings: Settings, *, may_start_anew: bool = False) -> Path:
+    """Where the run writes. Refuses, before any work, what cannot be written or holds another run. `may_start_anew`:
+    over the metrics of a run that has left nothing to go on from."""
     if settings.output_dir is not None:
         chosen = Path(settings.output_dir).expanduser()
         if chosen.exists() and not chosen.is_dir():
@@ -34,7 +35,7 @@ def output_dir_of(settings: Settings) -> Path:
         if not parent.is_dir():
             raise ValueError(f"--output_dir {chosen} cannot be made: {parent} is a file; name another")
         if not settings.overwrite_output_dir and settings.resume_from_checkpoint is None:
-            _refuse_used(chosen)
+            _refuse_used(chosen, may_start_anew)
         if not os.access(parent, os.W_OK):
             raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
         return chosen
@@ -48,7 +49,7 @@ def output_dir_of(settings: Settings) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _refuse_used(output_dir: Path) -> None:
+def _refuse_used(output_dir: Path, may_start_anew: bool) -> None:
     newest = checkpoints.latest(output_dir)
     if newest is not None:
         raise ValueError(
@@ -60,7 +61,7 @@ def _refuse_used(output_dir: Path) -> None:
         raise ValueError(f"{output_dir} already holds a trained model; {remedy}")
     if checkpoints.find(output_dir):
         raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
-    if (output_dir / METRICS).exists() and not is_broken_off(output_dir):
+    if (output_dir / METRICS).exists() and not is_broken_off(output_dir) and not may_start_anew:
         raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
     process = _process_at_work(output_dir)
     if process is not None:
@@ -118,17 +119,19 @@ def _process_at_work(output_dir: Path) -> int | None:
 def checkpoint_of(settings: Settings) -> str | None:
     """The checkpoint to resume from, by its path."""
     chosen = settings.resume_from_checkpoint
-    if chosen != LATEST:
+    if chosen not in (LATEST, AUTO):
         return chosen
     if settings.output_dir is None:
         raise ValueError(
             "--resume_from_checkpoint takes the latest checkpoint of --output_dir: name that, or the checkpoint itself"
         )
     newest = checkpoints.latest(Path(settings.output_dir).expanduser())
+    if newest is None and chosen == AUTO:
+        return None
     if newest is None:
         raise ValueError(
             f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out "
-            "--resume_from_checkpoint to start at the first step. --save_steps N writes checkpoints"
+            "--resume_from_checkpoint to start at the first step, or pass --resume_from_checkpoint auto"
         )
     return str(newest)
 

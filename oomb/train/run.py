@@ -27,7 +27,8 @@ from oomb.train import config_file, outputs, prepare
 from oomb.train.outputs import CONFIG, METRICS, MODEL
 from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
-from oomb.train.settings import Settings
+from oomb.train.settings import AUTO, Settings
+from oomb.train.timed import KEPT, TimedCheckpoints
 from oomb.trainer import Trainer
 
 
@@ -41,9 +42,13 @@ def run(settings: Settings, console: Console) -> int:
     presets.resolve_dtype(settings.dtype, device)
     if settings.dataset != data.STDLIB:
         data.find_documents(settings.dataset)
+    is_auto = settings.resume_from_checkpoint == AUTO
     settings = replace(settings, resume_from_checkpoint=outputs.checkpoint_of(settings))
     first_step, resume = outputs.first_step(settings), settings.resume_from_checkpoint
-    output_dir = outputs.output_dir_of(settings)
+    output_dir = outputs.output_dir_of(settings, may_start_anew=is_auto)
+    if is_auto:
+        text = f"going on from {resume}" if resume else f"no checkpoint in {output_dir}: starting at the first step"
+        console.print(escape(text), highlight=False, soft_wrap=True)
 
     preset = prepare.what_a_preset_is(settings)
     if preset is not None:
@@ -68,6 +73,8 @@ def run(settings: Settings, console: Console) -> int:
     model = prepare.load_model(settings, model_config, precision.dtype, device)
     trainer = prepare.trainer_of(told, model, arguments, config, split)
     trainer.remove_callback(PrinterCallback)
+    if settings.save_minutes:
+        trainer.add_callback(TimedCheckpoints(settings.save_minutes))
     host_limit = host_budget(config, free_host_bytes())
     with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Fails here, with the numbers, if a step will not fit.
@@ -261,6 +268,7 @@ def _describe(
         f"[bold]{dataset}[/]: {_what_is_read(settings, split, steps, thing)}; {_held_out(settings, split, thing)}",
         f"{count(steps, 'step')} of {count(settings.windows_per_step, thing)}, learning rate "
         f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens{optimizer}",
+        _when_saved(settings),
     ]
     if placement.capacity:
         what = "K, V and their gradients" + (", attention outputs" if placement.keep_attention else "")
@@ -277,6 +285,18 @@ def _describe(
         )
     lines += [f"[yellow]{escape(note)}[/]" for note in split.notes]
     return "\n".join(lines)
+
+
+def _when_saved(settings: Settings) -> str:
+    every = [] if settings.save_steps is None else [count(settings.save_steps, "step")]
+    every += [f"{settings.save_minutes:g} minutes"] if settings.save_minutes else []
+    if not every:
+        return "no checkpoints, by --save_minutes 0"
+    kept, which = settings.save_total_limit, ""
+    if kept is None and settings.save_minutes:
+        kept, which = KEPT, " of the latter" if len(every) == 2 else ""
+    rest = "" if kept is None else f"; the newest {kept:,}{which} are kept"
+    return f"a checkpoint every {' and every '.join(every)}{rest}"
 
 
 def _what_is_read(settings: Settings, split: data.Split, steps: int, thing: str) -> str:
