@@ -291,7 +291,7 @@ def test_epochs_evaluations_logs_and_checkpoints_come_when_they_are_due(here: Pa
     assert sorted(path.name for path in (here / "out").glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
     assert "step 4/6  held-out loss" in result.output
     told = yaml.safe_load((here / "out" / "config.yaml").read_text())
-    assert told | {"max_steps": 6, "warmup_steps": 3, "warmup_ratio": None, "output_dir": "out"} == told
+    assert told | {"max_steps": 6, "warmup_steps": 3, "warmup_ratio": None, "output_dir": str(here / "out")} == told
 
 
 def test_a_run_can_be_repeated_from_its_own_settings(here: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command import invoke
 from trainings import CHUNKED, Samples, arguments, tiny_model
 
@@ -159,3 +162,74 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
         checkpoints.remove(folder)
     assert "out already holds a trained model" in invoke(*job).output
     assert outputs.checkpoint_of(Settings(output_dir="out", resume_from_checkpoint="auto")) is None
+
+
+def test_what_is_not_as_it_was_is_told(here: Path) -> None:
+    run = ["train", *TOY, "--per_device_train_batch_size", "2", "--max_steps", "2", "--save_steps", "1"]
+    begun = invoke(*run)
+    assert begun.exit_code == 0, begun.output
+    (here / "other.txt").write_text((here / "text.txt").read_text() + "And more.")
+    # The same windows, in another way to say it or to compute it, are the same.
+    same = invoke(
+        *run, "--dataset", here / "text.txt", "--packing", "windows", "--per_device_train_batch_size", "1",
+        "--gradient_accumulation_steps", "2", "--resume_from_checkpoint", "out/checkpoint-1",
+    )  # fmt: skip
+    assert same.exit_code == 0, same.output
+    assert "this run goes on with" not in same.output
+    flags = ["--max_length", "1024", "--seed", "7", "--packing", "documents", "--dataset", "other.txt"]
+    other = invoke(*run, *flags, "--resume_from_checkpoint", "out/checkpoint-1")
+    assert other.exit_code == 0, other.output
+    rest = ": its place in the data is not the same"
+    for key, now, before in (
+        ("max_length", "1,024", "256"),
+        ("seed", "7", "42"),
+        ("packing", "documents", "windows"),
+        ("dataset", str(here / "other.txt"), str(here / "text.txt")),
+        # Which came to be so in the run before, without a line since they came to the same.
+        ("per_device_train_batch_size", "2", "1"),
+        ("gradient_accumulation_steps", "1", "2"),
+    ):
+        line = f"this run goes on with {key} {now}; the checkpoint was trained with {before}{rest}"
+        is_told = key not in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        assert other.output.count(line) == is_told, (key, other.output)
+    third = invoke(*run, *flags, "--gradient_accumulation_steps", "3", "--resume_from_checkpoint", "out/checkpoint-1")
+    assert third.output.count("this run goes on with") == 1, third.output
+    assert f"with gradient_accumulation_steps 3; the checkpoint was trained with 1{rest}" in third.output
+
+
+def test_settings_of_another_version_are_no_obstacle(here: Path) -> None:
+    Path("out/checkpoint-1").mkdir(parents=True)
+    going_on = Settings(output_dir="out", resume_from_checkpoint="out/checkpoint-1")
+    assert outputs.changes(going_on) == []
+    Path("out/config.yaml").write_text("max_length: 8K\nno_such_setting: 1\n")
+    assert outputs.changes(going_on) == []
+    # Before packing was written as what it came to.
+    Path("out/config.yaml").write_text("packing: auto\nchunk_size: 64\n")
+    assert outputs.changes(dataclasses.replace(going_on, packing="documents")) == []
+    Path("out/config.yaml").write_text("max_length: 8K\n")
+    assert len(outputs.changes(going_on)) == 1
+    assert outputs.changes(Settings(output_dir="out")) == []
+
+
+def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(saved_model, "my model")
+    Path("elsewhere").mkdir()
+    Path("stdlib").mkdir()
+    begun = invoke("train", "--model", "my model", *TOY, "--save_steps", "2", "--max_steps", "3")
+    assert begun.exit_code == 0, begun.output
+    stored = yaml.safe_load(Path("out/config.yaml").read_text())
+    paths = {"model_name_or_path": "my model", "dataset": "text.txt", "output_dir": "out"}
+    assert stored | {key: str(here / path) for key, path in paths.items()} == stored
+    checkpoints.remove(Path("out/checkpoint-3"))
+    monkeypatch.chdir("elsewhere")
+    resumed = invoke("train", "../out/config.yaml", "--resume_from_checkpoint")
+    assert resumed.exit_code == 0, resumed.output
+    assert "this run goes on with" not in resumed.output
+    assert told_steps(here / "out") == [1, 2, 3, 3]
+    assert not list(Path().iterdir())
+    # Words and what is not there stay as they are.
+    monkeypatch.chdir(here)
+    Path("demo").mkdir()
+    kept = Settings(tokenizer_name="owner/name", output_dir="not there")
+    assert outputs.portable(kept) == kept
+    assert outputs.portable(Settings(tokenizer_name="./demo")).tokenizer_name == str(here / "demo")

@@ -9,16 +9,17 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from transformers import PreTrainedTokenizerBase
 
-from oomb import checkpoints, presets
+from oomb import checkpoints, data, presets
 from oomb.config import Config
-from oomb.train.settings import AUTO, DEMO, LATEST, Settings
+from oomb.train import config_file
+from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
 
 MODEL, METRICS, CONFIG = "model", "metrics.jsonl", "config.yaml"
 """In the folder of a run."""
@@ -152,6 +153,55 @@ def first_step(settings: Settings) -> int:
     if not is_adapter:
         presets.check_model_name(settings.resume_from_checkpoint)
     return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
+
+
+def portable(settings: Settings) -> Settings:
+    """As config.yaml has them: paths that are there in full, so that the run can be gone on with from any folder."""
+    # These words are taken as such even where a folder is called so.
+    is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == data.STDLIB}
+    paths: dict[str, Any] = {}
+    for key in ("model_name_or_path", "tokenizer_name", "dataset", "output_dir"):
+        path = getattr(settings, key)
+        if path is not None and Path(path).expanduser().exists() and not is_word.get(key, lambda _: False)(path):
+            paths[key] = os.path.abspath(Path(path).expanduser())
+    return replace(settings, **paths)
+
+
+DATA_KEYS = (
+    "dataset", "dataset_join", "packing", "max_length", "seed", "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)  # fmt: skip
+"""Settings that decide which tokens a step reads. A checkpoint's place in the data is a number of batches."""
+
+
+def changes(settings: Settings) -> list[str]:
+    """What is not as the run that wrote the checkpoint had it, and moves the place in the data. Of settings that are
+    resolved, but for the checkpoint to resume from; asked before config.yaml is written anew."""
+    if settings.resume_from_checkpoint is None:
+        return []
+    path = Path(settings.resume_from_checkpoint).parent / CONFIG
+    try:
+        stored = portable(
+            Settings(**{key: value for key, value in config_file.read(path).values.items() if key in TYPES})
+        )
+    except ValueError:
+        return []  # no file, or one that another version has written
+    now = portable(settings)
+    keys = [key for key in DATA_KEYS if getattr(now, key) != getattr(stored, key)]
+    if stored.packing == "auto":
+        keys = [key for key in keys if key != "packing"]
+    if now.windows_per_step == stored.windows_per_step:
+        # Four windows at once, or two and two, are the same four.
+        keys = [key for key in keys if key not in DATA_KEYS[-2:]]
+    return [
+        f"this run goes on with {key} {_shown(getattr(now, key))}; the checkpoint was trained with "
+        f"{_shown(getattr(stored, key))}: its place in the data is not the same"
+        for key in keys
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def check_room(model: Any, output_dir: Path) -> None:

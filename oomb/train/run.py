@@ -63,7 +63,9 @@ def run(settings: Settings, console: Console) -> int:
     tokenizer = prepare.load_tokenizer(settings, model_config)
     split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
     probe = Probe(settings, split, tokenizer)
-    told = prepare.resolved(settings, output_dir, device, split.num_examples)
+    told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
+    for change in outputs.changes(replace(told, resume_from_checkpoint=resume)):
+        console.print(f"[yellow]{escape(change)}[/]", highlight=False, soft_wrap=True)
     arguments = prepare.arguments_of(told, device, precision.mixed)
     if first_step >= arguments.max_steps:
         raise ValueError(
@@ -84,7 +86,7 @@ def run(settings: Settings, console: Console) -> int:
     if resume is None and outputs.is_broken_off(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
-    (output_dir / CONFIG).write_text(config_file.write(told), encoding="utf-8")
+    (output_dir / CONFIG).write_text(config_file.write(outputs.portable(told)), encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
     facts = _facts(told, trainer, split, placement, gpu_bytes, host_limit)
