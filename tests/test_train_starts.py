@@ -4,9 +4,10 @@ the command that it ends with goes on."""
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -22,7 +23,7 @@ from command import invoke
 from oomb import checkpoints, data, presets
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
-from oomb.train import outputs, prepare
+from oomb.train import lock, outputs, prepare
 from oomb.train import run as run_module
 from oomb.train.settings import Settings
 from oomb.trainer import Trainer
@@ -39,6 +40,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text())
     return tmp_path
+
+
+def output_dir_of(settings: Settings) -> Path:
+    output_dir = outputs.output_dir_of(settings)
+    outputs.refuse_used(settings, output_dir)
+    return output_dir
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -119,7 +126,7 @@ def test_what_a_start_leaves(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     Path("out/config.yaml").write_text("seed: 1\n")
-    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+    assert output_dir_of(Settings(output_dir="out")) == Path("out")
     assert outputs.is_broken_off(Path("out"))
 
 
@@ -139,9 +146,9 @@ def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     with pytest.raises(ValueError, match="out already holds the metrics of a run; name another --output_dir"):
-        outputs.output_dir_of(Settings(output_dir="out"))
+        output_dir_of(Settings(output_dir="out"))
     assert not outputs.is_broken_off(Path("out"))
-    assert outputs.output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
+    assert output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
 
 
 def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
@@ -152,31 +159,78 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
         assert not outputs.is_broken_off(folder)
         if name == "model":
             with pytest.raises(ValueError, match=f"already holds {message}"):
-                outputs.output_dir_of(Settings(output_dir=str(folder)))
+                output_dir_of(Settings(output_dir=str(folder)))
         else:
             with pytest.warns(UserWarning, match="no whole"), pytest.raises(ValueError, match=message):
-                outputs.output_dir_of(Settings(output_dir=str(folder)))
+                output_dir_of(Settings(output_dir=str(folder)))
 
 
-def test_a_run_that_has_just_begun_is_not_overwritten(here: Path) -> None:
-    Path("out").mkdir()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        begun = {**START, "host": platform.node(), "pid": other.pid}
-        Path("out/metrics.jsonl").write_text(lines(begun))
-        with pytest.raises(ValueError, match=f"process {other.pid} is at work in out"):
-            outputs.output_dir_of(Settings(output_dir="out"))
-        # Of another machine the numbers of processes say nothing.
-        Path("out/metrics.jsonl").write_text(lines({**begun, "host": "elsewhere"}))
-        assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
-        Path("out/metrics.jsonl").write_text(lines(begun, {"event": "end", "steps": 0}))
-        assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
-        other.communicate(b"\n")
-    Path("out/metrics.jsonl").write_text(lines(begun))
-    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
-    # Another process that has got the same number since.
-    Path("out/metrics.jsonl").write_text(lines({**begun, "pid": os.getppid()}))
-    os.utime("out/metrics.jsonl", (1, 1))
-    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first step, and whatever else is said."""
+    holding = "import sys; from pathlib import Path; from oomb.train.lock import locked\n"
+    holding += "with locked(Path('out')): print('held', flush=True); input()"
+    refused = "another oomb train (process {}) writes to out; name another --output_dir"
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        for flags in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "auto"]):
+            result = invoke("train", *TOY, *flags)
+            assert result.exit_code == 2
+            assert refused.format(other.pid) in result.output
+        assert [path.name for path in Path("out").iterdir()] == [".lock"]
+        # A kill leaves the file, and nobody holds it.
+        other.kill()
+    assert Path("out/.lock").read_text() == str(other.pid)
+    seen: list[str] = []
+    evaluate = Trainer.evaluate
+
+    def evaluated(*args: Any) -> Any:
+        if not seen:
+            seen.append(Path("out/.lock").read_text())
+            seen.append(invoke("train", *TOY).output)
+        return evaluate(*args)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluated)
+    done = invoke("train", *TOY)
+    assert done.exit_code == 0, done.output
+    assert seen[0] == str(os.getpid()) and refused.format(os.getpid()) in seen[1]
+    assert not Path("out/.lock").exists()
+
+
+def test_a_lock_that_has_just_been_given_back_is_not_taken_for_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, times = fcntl.flock, [0]
+
+    def late(descriptor: int, how: int) -> None:
+        times[0] += 1
+        if times[0] == 1:
+            Path("out/.lock").unlink()  # as the run before does at its end
+        flock(descriptor, how)
+
+    monkeypatch.setattr(lock.fcntl, "flock", late)
+    with lock.locked(Path("out")):
+        assert times == [2]
+        with pytest.raises(ValueError, match=f"process {os.getpid()}"), lock.locked(Path("out")):
+            pass
+    assert not Path("out").exists()
+
+
+def test_where_there_are_no_locks_there_is_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    for change in (("fcntl", None), ("fcntl.flock", unsupported)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"oomb.train.lock.{change[0]}", change[1])
+            with lock.locked(Path("out")), lock.locked(Path("out")):
+                (Path("out") / change[0]).touch()
+        assert (Path("out") / change[0]).exists()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(here: Path) -> None:
+    refused = invoke("train", *TOY, "--max_length", "1M", "--output_dir", "a new/folder")
+    assert refused.exit_code == 2
+    assert [path.name for path in here.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize(

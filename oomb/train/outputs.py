@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -13,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from transformers import PreTrainedTokenizerBase
 
 from oomb import checkpoints, data, presets
@@ -25,9 +23,8 @@ MODEL, METRICS, CONFIG = "model", "metrics.jsonl", "config.yaml"
 """In the folder of a run."""
 
 
-def output_dir_of(settings: Settings, *, may_start_anew: bool = False) -> Path:
-    """Where the run writes. Refuses, before any work, what cannot be written or holds another run. `may_start_anew`:
-    over the metrics of a run that has left nothing to go on from."""
+def output_dir_of(settings: Settings) -> Path:
+    """Where the run writes. Refuses, before any work, what cannot be written."""
     if settings.output_dir is not None:
         chosen = Path(settings.output_dir).expanduser()
         if chosen.exists() and not chosen.is_dir():
@@ -35,8 +32,6 @@ def output_dir_of(settings: Settings, *, may_start_anew: bool = False) -> Path:
         parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
         if not parent.is_dir():
             raise ValueError(f"--output_dir {chosen} cannot be made: {parent} is a file; name another")
-        if not settings.overwrite_output_dir and settings.resume_from_checkpoint is None:
-            _refuse_used(chosen, may_start_anew)
         if not os.access(parent, os.W_OK):
             raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
         return chosen
@@ -50,7 +45,11 @@ def output_dir_of(settings: Settings, *, may_start_anew: bool = False) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _refuse_used(output_dir: Path, may_start_anew: bool) -> None:
+def refuse_used(settings: Settings, output_dir: Path, *, may_start_anew: bool = False) -> None:
+    """Refuses a folder that holds another run. `may_start_anew`: but for one that has left metrics and nothing to go on
+    from."""
+    if settings.overwrite_output_dir or settings.resume_from_checkpoint is not None:
+        return
     newest = checkpoints.latest(output_dir)
     if newest is not None:
         raise ValueError(
@@ -64,9 +63,6 @@ def _refuse_used(output_dir: Path, may_start_anew: bool) -> None:
         raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
     if (output_dir / METRICS).exists() and not is_broken_off(output_dir) and not may_start_anew:
         raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
-    process = _process_at_work(output_dir)
-    if process is not None:
-        raise ValueError(f"process {process} is at work in {output_dir}; name another --output_dir, or wait for it")
 
 
 def is_broken_off(output_dir: Path) -> bool:
@@ -97,24 +93,6 @@ def _tells_of_a_step(event: dict[str, Any] | None) -> bool:
         return True  # who knows
     # With --logging_steps some steps are told of only by what follows them: a held-out loss, the end.
     return event.get("event") == "step" or any(event.get(name, 0) != 0 for name in ("step", "steps"))
-
-
-def _process_at_work(output_dir: Path) -> int | None:
-    """The process whose run in this folder has not come to its first step yet, as far as can be told."""
-    events = [event for event in _events(output_dir) if event is not None]
-    started: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "start"), {})
-    pid = started.get("pid")
-    has_ended = any(event.get("event") == "end" for event in events)
-    if has_ended or not isinstance(pid, int) or pid == os.getpid() or started.get("host") != platform.node():
-        return None
-    try:
-        process = psutil.Process(pid)
-        # A process that is younger than the file is another one with the same number.
-        is_it = process.create_time() <= (output_dir / METRICS).stat().st_mtime
-        is_it = is_it and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return None
-    return pid if is_it else None
 
 
 def checkpoint_of(settings: Settings) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from oomb.metrics import JsonLines, MemoryMeter, gib, machine
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.train import config_file, outputs, prepare
+from oomb.train.lock import locked
 from oomb.train.outputs import CONFIG, METRICS, MODEL
 from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
@@ -34,7 +33,6 @@ from oomb.trainer import Trainer
 
 def run(settings: Settings, console: Console) -> int:
     """Train. Returns the exit code. Everything that can be wrong with the settings is raised before the first step."""
-    started = time.monotonic()
     config = Config.from_dict(settings.engine)
     prepare.check_packages(settings)
     presets.check_model_name(settings.model_name_or_path)
@@ -44,12 +42,22 @@ def run(settings: Settings, console: Console) -> int:
         data.find_documents(settings.dataset)
     is_auto = settings.resume_from_checkpoint == AUTO
     settings = replace(settings, resume_from_checkpoint=outputs.checkpoint_of(settings))
-    first_step, resume = outputs.first_step(settings), settings.resume_from_checkpoint
-    output_dir = outputs.output_dir_of(settings, may_start_anew=is_auto)
-    if is_auto:
-        text = f"going on from {resume}" if resume else f"no checkpoint in {output_dir}: starting at the first step"
-        console.print(escape(text), highlight=False, soft_wrap=True)
+    first_step = outputs.first_step(settings)
+    output_dir = outputs.output_dir_of(settings)
+    with locked(output_dir):
+        outputs.refuse_used(settings, output_dir, may_start_anew=is_auto)
+        if is_auto:
+            found = f"going on from {settings.resume_from_checkpoint}"
+            found = found if first_step else f"no checkpoint in {output_dir}: starting at the first step"
+            console.print(escape(found), highlight=False, soft_wrap=True)
+        return _run(settings, config, device, output_dir, first_step, console)
 
+
+def _run(
+    settings: Settings, config: Config, device: torch.device, output_dir: Path, first_step: int, console: Console
+) -> int:
+    """In a folder that no other run writes to."""
+    started, resume = time.monotonic(), settings.resume_from_checkpoint
     preset = prepare.what_a_preset_is(settings)
     if preset is not None:
         console.print(f"[yellow]{escape(preset)}[/]", highlight=False, soft_wrap=True)
@@ -103,8 +111,6 @@ def run(settings: Settings, console: Console) -> int:
                 settings=asdict(settings),
                 engine=asdict(config),
                 machine=machine(),
-                host=platform.node(),
-                pid=os.getpid(),
                 budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
             )
             display.print(_describe(told, model, split, trainer, device, config, placement, precision))
