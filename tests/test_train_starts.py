@@ -21,6 +21,7 @@ import torch
 from command import invoke
 
 from oomb import checkpoints, data, presets
+from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
 from oomb.train import lock, outputs, prepare
@@ -269,7 +270,7 @@ def test_a_run_that_is_refused_leaves_no_folder(here: Path) -> None:
         (
             9,
             {"packing": "documents", "max_length": 4000},
-            "8 examples (documents, long ones in pieces) of at most 4,000",
+            "8 examples (from 9 documents, long ones in pieces), the longest of 2,000 tokens, to train on, each",
         ),
     ],
 )
@@ -285,6 +286,26 @@ def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, A
     thing = "window" if split.packing == "windows" else "example"
     told = run_module._what_is_read(settings, split, steps, thing)
     assert said in f"{told}; {run_module._held_out(settings, split, thing)}"
+
+
+def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("texts").mkdir()
+    for index in range(9):
+        Path(f"texts/{index}.txt").write_text("x" * (10 * index + 19))
+    asked: list[tuple[int, int]] = []
+    reserve = Engine.reserve
+    monkeypatch.setattr(Engine, "reserve", lambda self, *size: (asked.append(size), reserve(self, *size))[1])
+    flags = [*TOY, "--dataset", "texts", "--max_steps", "8", "--overwrite_output_dir"]
+    for packing, length, said in (
+        # 19 to 99 bytes, and an end each.
+        ("documents", 256, "the longest of 100 tokens"),
+        ("documents", 64, "the longest of 64 tokens"),
+        ("windows", 64, "windows of 64 tokens"),
+    ):
+        done = invoke("train", *flags, "--packing", packing, "--max_length", str(length))
+        assert done.exit_code == 0, done.output
+        assert said in done.output
+        assert asked.pop() == (1, min(length, 100))
 
 
 def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> None:

@@ -169,6 +169,14 @@ def load_windows(
     return replace(split, train=split.train.first(num_read))
 
 
+def longest(settings: Settings, split: data.Split) -> int:
+    """Tokens of the longest example that the run reads: what memory is taken for."""
+    if split.packing == "windows":
+        return settings.max_length
+    held_out = split.held_out.lengths if split.held_out is not None else []
+    return max([*split.train.lengths, *held_out])
+
+
 def _demo_steps(settings: Settings, device: torch.device) -> int | None:
     """The built-in example is short, unless it is told how often to read its text."""
     if not settings.is_demo or settings.num_train_epochs != 1:

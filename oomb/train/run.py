@@ -88,7 +88,7 @@ def _run(
     host_limit = host_budget(config, free_host_bytes())
     with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Fails here, with the numbers, if a step will not fit.
-        placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
+        placement = trainer.engine.reserve(settings.per_device_train_batch_size, prepare.longest(settings, split))
 
     outputs.check_room(model, output_dir)
     if resume is None and outputs.is_broken_off(output_dir):
@@ -313,8 +313,11 @@ def _what_is_read(settings: Settings, split: data.Split, steps: int, thing: str)
     passes = steps * settings.windows_per_step / read
     often = f"{passes:.1f} times" if passes > 1.05 else "once"
     least = "" if split.is_all_read else "at least "
-    size = "of" if split.packing == "windows" else "(documents, long ones in pieces) of at most"
-    found = f"{least}{count(there, thing)} {size} {settings.max_length:,} tokens to train on"
+    size = f" of {settings.max_length:,} tokens"
+    if split.packing != "windows":
+        size = f" (from {count(split.num_documents, 'document')}, long ones in pieces), "
+        size += f"the longest of {prepare.longest(settings, split):,} tokens,"
+    found = f"{least}{count(there, thing)}{size} to train on"
     if read == there and split.is_all_read:
         return f"{found}, each read {often}"
     return f"{found}, of which {count(steps, 'step')} read the first {read:,}, {often}"
