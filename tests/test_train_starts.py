@@ -4,9 +4,10 @@ the command that it ends with goes on."""
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -19,10 +20,11 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, data
+from oomb import checkpoints, data, presets
+from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
-from oomb.train import outputs, prepare
+from oomb.train import lock, outputs, prepare
 from oomb.train import run as run_module
 from oomb.train.settings import Settings
 from oomb.trainer import Trainer
@@ -39,6 +41,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text())
     return tmp_path
+
+
+def output_dir_of(settings: Settings) -> Path:
+    output_dir = outputs.output_dir_of(settings)
+    outputs.refuse_used(settings, output_dir)
+    return output_dir
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -119,7 +127,7 @@ def test_what_a_start_leaves(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     Path("out/config.yaml").write_text("seed: 1\n")
-    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+    assert output_dir_of(Settings(output_dir="out")) == Path("out")
     assert outputs.is_broken_off(Path("out"))
 
 
@@ -139,9 +147,9 @@ def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     with pytest.raises(ValueError, match="out already holds the metrics of a run; name another --output_dir"):
-        outputs.output_dir_of(Settings(output_dir="out"))
+        output_dir_of(Settings(output_dir="out"))
     assert not outputs.is_broken_off(Path("out"))
-    assert outputs.output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
+    assert output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
 
 
 def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
@@ -152,31 +160,78 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
         assert not outputs.is_broken_off(folder)
         if name == "model":
             with pytest.raises(ValueError, match=f"already holds {message}"):
-                outputs.output_dir_of(Settings(output_dir=str(folder)))
+                output_dir_of(Settings(output_dir=str(folder)))
         else:
             with pytest.warns(UserWarning, match="no whole"), pytest.raises(ValueError, match=message):
-                outputs.output_dir_of(Settings(output_dir=str(folder)))
+                output_dir_of(Settings(output_dir=str(folder)))
 
 
-def test_a_run_that_has_just_begun_is_not_overwritten(here: Path) -> None:
-    Path("out").mkdir()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        begun = {**START, "host": platform.node(), "pid": other.pid}
-        Path("out/metrics.jsonl").write_text(lines(begun))
-        with pytest.raises(ValueError, match=f"process {other.pid} is at work in out"):
-            outputs.output_dir_of(Settings(output_dir="out"))
-        # Of another machine the numbers of processes say nothing.
-        Path("out/metrics.jsonl").write_text(lines({**begun, "host": "elsewhere"}))
-        assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
-        Path("out/metrics.jsonl").write_text(lines(begun, {"event": "end", "steps": 0}))
-        assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
-        other.communicate(b"\n")
-    Path("out/metrics.jsonl").write_text(lines(begun))
-    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
-    # Another process that has got the same number since.
-    Path("out/metrics.jsonl").write_text(lines({**begun, "pid": os.getppid()}))
-    os.utime("out/metrics.jsonl", (1, 1))
-    assert outputs.output_dir_of(Settings(output_dir="out")) == Path("out")
+def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first step, and whatever else is said."""
+    holding = "import sys; from pathlib import Path; from oomb.train.lock import locked\n"
+    holding += "with locked(Path('out')): print('held', flush=True); input()"
+    refused = "another oomb train (process {}) writes to out; name another --output_dir"
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        for flags in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "auto"]):
+            result = invoke("train", *TOY, *flags)
+            assert result.exit_code == 2
+            assert refused.format(other.pid) in result.output
+        assert [path.name for path in Path("out").iterdir()] == [".lock"]
+        # A kill leaves the file, and nobody holds it.
+        other.kill()
+    assert Path("out/.lock").read_text() == str(other.pid)
+    seen: list[str] = []
+    evaluate = Trainer.evaluate
+
+    def evaluated(*args: Any) -> Any:
+        if not seen:
+            seen.append(Path("out/.lock").read_text())
+            seen.append(invoke("train", *TOY).output)
+        return evaluate(*args)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluated)
+    done = invoke("train", *TOY)
+    assert done.exit_code == 0, done.output
+    assert seen[0] == str(os.getpid()) and refused.format(os.getpid()) in seen[1]
+    assert not Path("out/.lock").exists()
+
+
+def test_a_lock_that_has_just_been_given_back_is_not_taken_for_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, times = fcntl.flock, [0]
+
+    def late(descriptor: int, how: int) -> None:
+        times[0] += 1
+        if times[0] == 1:
+            Path("out/.lock").unlink()  # as the run before does at its end
+        flock(descriptor, how)
+
+    monkeypatch.setattr(lock.fcntl, "flock", late)
+    with lock.locked(Path("out")):
+        assert times == [2]
+        with pytest.raises(ValueError, match=f"process {os.getpid()}"), lock.locked(Path("out")):
+            pass
+    assert not Path("out").exists()
+
+
+def test_where_there_are_no_locks_there_is_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    for change in (("fcntl", None), ("fcntl.flock", unsupported)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"oomb.train.lock.{change[0]}", change[1])
+            with lock.locked(Path("out")), lock.locked(Path("out")):
+                (Path("out") / change[0]).touch()
+        assert (Path("out") / change[0]).exists()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(here: Path) -> None:
+    refused = invoke("train", *TOY, "--max_length", "1M", "--output_dir", "a new/folder")
+    assert refused.exit_code == 2
+    assert [path.name for path in here.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +270,7 @@ def test_a_run_that_has_just_begun_is_not_overwritten(here: Path) -> None:
         (
             9,
             {"packing": "documents", "max_length": 4000},
-            "8 examples (documents, long ones in pieces) of at most 4,000",
+            "8 examples (from 9 documents, long ones in pieces), the longest of 2,000 tokens, to train on, each",
         ),
     ],
 )
@@ -231,6 +286,26 @@ def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, A
     thing = "window" if split.packing == "windows" else "example"
     told = run_module._what_is_read(settings, split, steps, thing)
     assert said in f"{told}; {run_module._held_out(settings, split, thing)}"
+
+
+def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("texts").mkdir()
+    for index in range(9):
+        Path(f"texts/{index}.txt").write_text("x" * (10 * index + 19))
+    asked: list[tuple[int, int]] = []
+    reserve = Engine.reserve
+    monkeypatch.setattr(Engine, "reserve", lambda self, *size: (asked.append(size), reserve(self, *size))[1])
+    flags = [*TOY, "--dataset", "texts", "--max_steps", "8", "--overwrite_output_dir"]
+    for packing, length, said in (
+        # 19 to 99 bytes, and an end each.
+        ("documents", 256, "the longest of 100 tokens"),
+        ("documents", 64, "the longest of 64 tokens"),
+        ("windows", 64, "windows of 64 tokens"),
+    ):
+        done = invoke("train", *flags, "--packing", packing, "--max_length", str(length))
+        assert done.exit_code == 0, done.output
+        assert said in done.output
+        assert asked.pop() == (1, min(length, 100))
 
 
 def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> None:
@@ -250,6 +325,22 @@ def test_it_is_told_in_the_run(here: Path) -> None:
     assert f"{num_windows} windows of 256 tokens to train on, of which 1 step read the first 1, once; " in result.output
     assert "none held out, by --max_eval_samples 0" in result.output
     assert data.load("text.txt", max_length=256, num_held_out=0).num_examples == num_windows
+
+
+def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.PRESETS, "some-7b", presets.PRESETS["demo"])
+    said = "is a preset: random weights, and text is read as bytes. For the trained model name its hub id or a folder."
+    for name in ("some-7b", "Some-7B"):
+        done = invoke("train", "--model", name, *TOY, "--max_steps", "1", "--overwrite_output_dir")
+        assert done.exit_code == 0, done.output
+        assert done.output.count(f"{name} {said}") == 1
+        assert done.output.index(said) < done.output.index("held-out loss before training")
+    # The built-in example is meant as it is, a folder is a model, and a tokenizer reads no bytes.
+    Path("Some-7B").mkdir()
+    for name in ("demo", "Some-7B", "some/hub-id"):
+        assert prepare.what_a_preset_is(Settings(model_name_or_path=name)) is None
+    told = prepare.what_a_preset_is(Settings(model_name_or_path="some-7b", tokenizer_name="a/b"))
+    assert told is not None and "random weights. For" in told
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

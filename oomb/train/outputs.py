@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from transformers import PreTrainedTokenizerBase
 
-from oomb import checkpoints, presets
+from oomb import checkpoints, data, presets
 from oomb.config import Config
-from oomb.train.settings import DEMO, LATEST, Settings
+from oomb.train import config_file
+from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
 
 MODEL, METRICS, CONFIG = "model", "metrics.jsonl", "config.yaml"
 """In the folder of a run."""
 
 
 def output_dir_of(settings: Settings) -> Path:
-    """Where the run writes. Refuses, before any work, what cannot be written or holds another run."""
+    """Where the run writes. Refuses, before any work, what cannot be written."""
     if settings.output_dir is not None:
         chosen = Path(settings.output_dir).expanduser()
         if chosen.exists() and not chosen.is_dir():
@@ -33,8 +32,6 @@ def output_dir_of(settings: Settings) -> Path:
         parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
         if not parent.is_dir():
             raise ValueError(f"--output_dir {chosen} cannot be made: {parent} is a file; name another")
-        if not settings.overwrite_output_dir and settings.resume_from_checkpoint is None:
-            _refuse_used(chosen)
         if not os.access(parent, os.W_OK):
             raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
         return chosen
@@ -48,7 +45,11 @@ def output_dir_of(settings: Settings) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def _refuse_used(output_dir: Path) -> None:
+def refuse_used(settings: Settings, output_dir: Path, *, may_start_anew: bool = False) -> None:
+    """Refuses a folder that holds another run. `may_start_anew`: but for one that has left metrics and nothing to go on
+    from."""
+    if settings.overwrite_output_dir or settings.resume_from_checkpoint is not None:
+        return
     newest = checkpoints.latest(output_dir)
     if newest is not None:
         raise ValueError(
@@ -60,11 +61,8 @@ def _refuse_used(output_dir: Path) -> None:
         raise ValueError(f"{output_dir} already holds a trained model; {remedy}")
     if checkpoints.find(output_dir):
         raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
-    if (output_dir / METRICS).exists() and not is_broken_off(output_dir):
+    if (output_dir / METRICS).exists() and not is_broken_off(output_dir) and not may_start_anew:
         raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
-    process = _process_at_work(output_dir)
-    if process is not None:
-        raise ValueError(f"process {process} is at work in {output_dir}; name another --output_dir, or wait for it")
 
 
 def is_broken_off(output_dir: Path) -> bool:
@@ -97,38 +95,22 @@ def _tells_of_a_step(event: dict[str, Any] | None) -> bool:
     return event.get("event") == "step" or any(event.get(name, 0) != 0 for name in ("step", "steps"))
 
 
-def _process_at_work(output_dir: Path) -> int | None:
-    """The process whose run in this folder has not come to its first step yet, as far as can be told."""
-    events = [event for event in _events(output_dir) if event is not None]
-    started: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "start"), {})
-    pid = started.get("pid")
-    has_ended = any(event.get("event") == "end" for event in events)
-    if has_ended or not isinstance(pid, int) or pid == os.getpid() or started.get("host") != platform.node():
-        return None
-    try:
-        process = psutil.Process(pid)
-        # A process that is younger than the file is another one with the same number.
-        is_it = process.create_time() <= (output_dir / METRICS).stat().st_mtime
-        is_it = is_it and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return None
-    return pid if is_it else None
-
-
 def checkpoint_of(settings: Settings) -> str | None:
     """The checkpoint to resume from, by its path."""
     chosen = settings.resume_from_checkpoint
-    if chosen != LATEST:
+    if chosen not in (LATEST, AUTO):
         return chosen
     if settings.output_dir is None:
         raise ValueError(
             "--resume_from_checkpoint takes the latest checkpoint of --output_dir: name that, or the checkpoint itself"
         )
     newest = checkpoints.latest(Path(settings.output_dir).expanduser())
+    if newest is None and chosen == AUTO:
+        return None
     if newest is None:
         raise ValueError(
             f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out "
-            "--resume_from_checkpoint to start at the first step. --save_steps N writes checkpoints"
+            "--resume_from_checkpoint to start at the first step, or pass --resume_from_checkpoint auto"
         )
     return str(newest)
 
@@ -149,6 +131,55 @@ def first_step(settings: Settings) -> int:
     if not is_adapter:
         presets.check_model_name(settings.resume_from_checkpoint)
     return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
+
+
+def portable(settings: Settings) -> Settings:
+    """As config.yaml has them: paths that are there in full, so that the run can be gone on with from any folder."""
+    # These words are taken as such even where a folder is called so.
+    is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == data.STDLIB}
+    paths: dict[str, Any] = {}
+    for key in ("model_name_or_path", "tokenizer_name", "dataset", "output_dir"):
+        path = getattr(settings, key)
+        if path is not None and Path(path).expanduser().exists() and not is_word.get(key, lambda _: False)(path):
+            paths[key] = os.path.abspath(Path(path).expanduser())
+    return replace(settings, **paths)
+
+
+DATA_KEYS = (
+    "dataset", "dataset_join", "packing", "max_length", "seed", "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)  # fmt: skip
+"""Settings that decide which tokens a step reads. A checkpoint's place in the data is a number of batches."""
+
+
+def changes(settings: Settings) -> list[str]:
+    """What is not as the run that wrote the checkpoint had it, and moves the place in the data. Of settings that are
+    resolved, but for the checkpoint to resume from; asked before config.yaml is written anew."""
+    if settings.resume_from_checkpoint is None:
+        return []
+    path = Path(settings.resume_from_checkpoint).parent / CONFIG
+    try:
+        stored = portable(
+            Settings(**{key: value for key, value in config_file.read(path).values.items() if key in TYPES})
+        )
+    except ValueError:
+        return []  # no file, or one that another version has written
+    now = portable(settings)
+    keys = [key for key in DATA_KEYS if getattr(now, key) != getattr(stored, key)]
+    if stored.packing == "auto":
+        keys = [key for key in keys if key != "packing"]
+    if now.windows_per_step == stored.windows_per_step:
+        # Four windows at once, or two and two, are the same four.
+        keys = [key for key in keys if key not in DATA_KEYS[-2:]]
+    return [
+        f"this run goes on with {key} {_shown(getattr(now, key))}; the checkpoint was trained with "
+        f"{_shown(getattr(stored, key))}: its place in the data is not the same"
+        for key in keys
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def check_room(model: Any, output_dir: Path) -> None:

@@ -50,7 +50,7 @@ class Precision:
 def check_packages(settings: Settings) -> None:
     """Optional packages that the settings ask for are there, or named."""
     if settings.use_peft and not _is_there("peft"):
-        raise SettingError("use_peft", "needs peft: pip install 'oomb[peft]'")
+        raise SettingError("use_peft", "needs peft: pip install peft")
     bits_config(load_in_4bit=settings.load_in_4bit)
     for tracker in settings.trackers:
         if not any(map(_is_there, TRACKERS[tracker])):
@@ -129,6 +129,15 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
         raise
 
 
+def what_a_preset_is(settings: Settings) -> str | None:
+    """For who names a preset and means the model of that name. None where there is nothing to say."""
+    name = settings.model_name_or_path
+    if not presets.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
+        return None
+    text = ", and text is read as bytes" if settings.tokenizer_name is None else ""
+    return f"{name} is a preset: random weights{text}. For the trained model name its hub id or a folder."
+
+
 def load_windows(
     settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
 ) -> data.Split:
@@ -158,6 +167,14 @@ def load_windows(
     # config.yaml names the steps that epochs come to, and a run that goes on from it must find the same windows.
     num_read = _steps(settings, device, split.num_examples) * settings.windows_per_step
     return replace(split, train=split.train.first(num_read))
+
+
+def longest(settings: Settings, split: data.Split) -> int:
+    """Tokens of the longest example that the run reads: what memory is taken for."""
+    if split.packing == "windows":
+        return settings.max_length
+    held_out = split.held_out.lengths if split.held_out is not None else []
+    return max([*split.train.lengths, *held_out])
 
 
 def _demo_steps(settings: Settings, device: torch.device) -> int | None:

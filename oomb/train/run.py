@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,16 +22,17 @@ from oomb.metrics import JsonLines, MemoryMeter, gib, machine
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.train import config_file, outputs, prepare
+from oomb.train.lock import locked
 from oomb.train.outputs import CONFIG, METRICS, MODEL
 from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
-from oomb.train.settings import Settings
+from oomb.train.settings import AUTO, Settings
+from oomb.train.timed import KEPT, TimedCheckpoints
 from oomb.trainer import Trainer
 
 
 def run(settings: Settings, console: Console) -> int:
     """Train. Returns the exit code. Everything that can be wrong with the settings is raised before the first step."""
-    started = time.monotonic()
     config = Config.from_dict(settings.engine)
     prepare.check_packages(settings)
     presets.check_model_name(settings.model_name_or_path)
@@ -41,9 +40,27 @@ def run(settings: Settings, console: Console) -> int:
     presets.resolve_dtype(settings.dtype, device)
     if settings.dataset != data.STDLIB:
         data.find_documents(settings.dataset)
+    is_auto = settings.resume_from_checkpoint == AUTO
     settings = replace(settings, resume_from_checkpoint=outputs.checkpoint_of(settings))
-    first_step, resume = outputs.first_step(settings), settings.resume_from_checkpoint
+    first_step = outputs.first_step(settings)
     output_dir = outputs.output_dir_of(settings)
+    with locked(output_dir):
+        outputs.refuse_used(settings, output_dir, may_start_anew=is_auto)
+        if is_auto:
+            found = f"going on from {settings.resume_from_checkpoint}"
+            found = found if first_step else f"no checkpoint in {output_dir}: starting at the first step"
+            console.print(escape(found), highlight=False, soft_wrap=True)
+        return _run(settings, config, device, output_dir, first_step, console)
+
+
+def _run(
+    settings: Settings, config: Config, device: torch.device, output_dir: Path, first_step: int, console: Console
+) -> int:
+    """In a folder that no other run writes to."""
+    started, resume = time.monotonic(), settings.resume_from_checkpoint
+    preset = prepare.what_a_preset_is(settings)
+    if preset is not None:
+        console.print(f"[yellow]{escape(preset)}[/]", highlight=False, soft_wrap=True)
 
     # Text is cheaper to find fault with than weights are to load.
     model_config = presets.load_config(settings.model_name_or_path)
@@ -54,7 +71,9 @@ def run(settings: Settings, console: Console) -> int:
     tokenizer = prepare.load_tokenizer(settings, model_config)
     split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
     probe = Probe(settings, split, tokenizer)
-    told = prepare.resolved(settings, output_dir, device, split.num_examples)
+    told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
+    for change in outputs.changes(replace(told, resume_from_checkpoint=resume)):
+        console.print(f"[yellow]{escape(change)}[/]", highlight=False, soft_wrap=True)
     arguments = prepare.arguments_of(told, device, precision.mixed)
     if first_step >= arguments.max_steps:
         raise ValueError(
@@ -64,16 +83,18 @@ def run(settings: Settings, console: Console) -> int:
     model = prepare.load_model(settings, model_config, precision.dtype, device)
     trainer = prepare.trainer_of(told, model, arguments, config, split)
     trainer.remove_callback(PrinterCallback)
+    if settings.save_minutes:
+        trainer.add_callback(TimedCheckpoints(settings.save_minutes))
     host_limit = host_budget(config, free_host_bytes())
     with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Fails here, with the numbers, if a step will not fit.
-        placement = trainer.engine.reserve(settings.per_device_train_batch_size, settings.max_length)
+        placement = trainer.engine.reserve(settings.per_device_train_batch_size, prepare.longest(settings, split))
 
     outputs.check_room(model, output_dir)
     if resume is None and outputs.is_broken_off(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
-    (output_dir / CONFIG).write_text(config_file.write(told), encoding="utf-8")
+    (output_dir / CONFIG).write_text(config_file.write(outputs.portable(told)), encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
     facts = _facts(told, trainer, split, placement, gpu_bytes, host_limit)
@@ -90,8 +111,6 @@ def run(settings: Settings, console: Console) -> int:
                 settings=asdict(settings),
                 engine=asdict(config),
                 machine=machine(),
-                host=platform.node(),
-                pid=os.getpid(),
                 budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
             )
             display.print(_describe(told, model, split, trainer, device, config, placement, precision))
@@ -257,6 +276,7 @@ def _describe(
         f"[bold]{dataset}[/]: {_what_is_read(settings, split, steps, thing)}; {_held_out(settings, split, thing)}",
         f"{count(steps, 'step')} of {count(settings.windows_per_step, thing)}, learning rate "
         f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens{optimizer}",
+        _when_saved(settings),
     ]
     if placement.capacity:
         what = "K, V and their gradients" + (", attention outputs" if placement.keep_attention else "")
@@ -275,14 +295,29 @@ def _describe(
     return "\n".join(lines)
 
 
+def _when_saved(settings: Settings) -> str:
+    every = [] if settings.save_steps is None else [count(settings.save_steps, "step")]
+    every += [f"{settings.save_minutes:g} minutes"] if settings.save_minutes else []
+    if not every:
+        return "no checkpoints, by --save_minutes 0"
+    kept, which = settings.save_total_limit, ""
+    if kept is None and settings.save_minutes:
+        kept, which = KEPT, " of the latter" if len(every) == 2 else ""
+    rest = "" if kept is None else f"; the newest {kept:,}{which} are kept"
+    return f"a checkpoint every {' and every '.join(every)}{rest}"
+
+
 def _what_is_read(settings: Settings, split: data.Split, steps: int, thing: str) -> str:
     """How many windows there are, how many of them the run reads, and how often."""
     there, read = split.num_examples, len(split.train)
     passes = steps * settings.windows_per_step / read
     often = f"{passes:.1f} times" if passes > 1.05 else "once"
     least = "" if split.is_all_read else "at least "
-    size = "of" if split.packing == "windows" else "(documents, long ones in pieces) of at most"
-    found = f"{least}{count(there, thing)} {size} {settings.max_length:,} tokens to train on"
+    size = f" of {settings.max_length:,} tokens"
+    if split.packing != "windows":
+        size = f" (from {count(split.num_documents, 'document')}, long ones in pieces), "
+        size += f"the longest of {prepare.longest(settings, split):,} tokens,"
+    found = f"{least}{count(there, thing)}{size} to train on"
     if read == there and split.is_all_read:
         return f"{found}, each read {often}"
     return f"{found}, of which {count(steps, 'step')} read the first {read:,}, {often}"

@@ -16,6 +16,8 @@ from oomb.options import ENGINE, ENGINE_OPTIONS, parse_tokens
 DEMO = "demo"
 LATEST = "latest"
 """As `--resume_from_checkpoint`: the newest whole checkpoint of the run."""
+AUTO = "auto"
+"""The same if there is one; else a start at the first step."""
 OPTIMIZERS = ("adamw_torch", "offloaded_adamw")
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 """What metrics can be reported to, and the packages that can do it."""
@@ -204,14 +206,26 @@ class Settings:
     save_steps: int | None = setting(
         None,
         OUTPUT,
-        "Write a checkpoint to resume from every so many steps. Default: only when the run is interrupted.",
+        "Write a checkpoint to resume from every so many steps, besides those of --save_minutes.",
         least=1,
     )
-    save_total_limit: int | None = setting(None, OUTPUT, "Keep so many checkpoints, the newest. Default: all.", least=1)
+    save_minutes: float = setting(
+        30.0,
+        OUTPUT,
+        "Write a checkpoint after a step when so many minutes have passed since the last or since the start. 0: never.",
+        least=0,
+    )
+    save_total_limit: int | None = setting(
+        None,
+        OUTPUT,
+        "Keep so many checkpoints, the newest. Default: all of --save_steps, the newest 2 of --save_minutes.",
+        least=1,
+    )
     resume_from_checkpoint: str | None = setting(
         None,
         OUTPUT,
-        "Go on from this checkpoint-N folder; latest, or no value: from the newest whole one in --output_dir.",
+        "Go on from this checkpoint-N folder; latest, or no value: from the newest whole one in --output_dir; auto: "
+        "the same, or from the first step where there is none.",
         kind="checkpoint",
     )
 

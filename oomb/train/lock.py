@@ -1,0 +1,69 @@
+"""One run at a time in a folder. The system gives the lock back when a process ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Makes the folder and keeps other runs out of it. A folder that is still empty at the end is taken away again.
+    Where the file system knows no locks there is none."""
+    new = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {output_dir} cannot be made: {error.strerror}; name another") from error
+    path = output_dir / LOCK
+    descriptor = _taken(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            # While it is still held: whoever opens the file after this makes a new one.
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+        for folder in new:
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+
+
+def _taken(path: Path) -> int | None:
+    """The open lock file, or None where there can be no lock. Raises where another process has it."""
+    if fcntl is None:
+        return None
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The run before may have deleted the file between our opening it and its giving the lock back.
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, str(os.getpid()).encode())
+                return descriptor
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace")
+            os.close(descriptor)
+            who = f" (process {owner})" if owner.isdigit() else ""
+            raise ValueError(f"another oomb train{who} writes to {path.parent}; name another --output_dir") from None
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)

@@ -1,0 +1,50 @@
+"""Checkpoints by the clock, for runs that are killed and never said --save_steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from oomb import checkpoints
+
+MARK = "oomb_by_time"
+"""An empty file in a checkpoint that the clock alone has asked for. Only such are deleted unasked."""
+KEPT = 2
+"""Of these, where --save_total_limit is not given."""
+
+
+class TimedCheckpoints(TrainerCallback):
+    """Asks for a checkpoint at the end of a step when so many minutes have passed since the last one."""
+
+    def __init__(self, minutes: float) -> None:
+        self.seconds = minutes * 60
+        self._last = monotonic()
+        self._is_ours = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._last = monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = monotonic()
+        # The last step is followed by the model itself.
+        is_due = now - self._last >= self.seconds and state.global_step < state.max_steps
+        self._is_ours = is_due and not control.should_save
+        if self._is_ours:
+            control.should_save = True
+            # Not only in on_save: a checkpoint that finds no room is tried again after as long, not at every step.
+            self._last = now
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._last = monotonic()
+        is_ours, self._is_ours = self._is_ours, False
+        if not is_ours or args.output_dir is None or args.save_total_limit is not None:
+            return
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / MARK).touch()
+        marked = [folder for folder in checkpoints.find(args.output_dir) if (folder / MARK).is_file()]
+        for folder in marked[:-KEPT]:
+            checkpoints.remove(folder)
