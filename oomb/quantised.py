@@ -30,8 +30,8 @@ def bits_config(
     if find_spec("bitsandbytes") is None:
         bits = 4 if load_in_4bit else 8
         raise ValueError(
-            f"load_in_{bits}bit needs bitsandbytes, which is not installed: pip install bitsandbytes; or train the "
-            "adapter on weights in 16 bits, without it"
+            f"load_in_{bits}bit needs bitsandbytes, which is not installed (the extra qlora of oomb has it): "
+            "pip install bitsandbytes; or train the adapter on weights in 16 bits, without it"
         )
     from transformers import BitsAndBytesConfig
 
