@@ -200,7 +200,7 @@ def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prepare, "_is_there", lambda package: True)
     monkeypatch.setattr(quantised, "find_spec", lambda package: None)
     result = invoke("train", *QUICK, "--use_peft", "--load_in_4bit")
-    assert "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes;" in result.output
+    assert "load_in_4bit needs bitsandbytes, which is not installed (the extra qlora" in result.output
     monkeypatch.setattr(quantised, "find_spec", lambda package: object())
     assert "--load_in_4bit needs a GPU" in invoke("train", *QUICK, "--use_peft", "--load_in_4bit").output
     assert [path.name for path in here.iterdir()] == ["text.txt"]
