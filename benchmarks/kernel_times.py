@@ -45,6 +45,8 @@ MARKER = "spin_kernel"
 """The kernel of torch.cuda._sleep; nothing else here starts it."""
 LONG_GAP = 20_000
 """Nanoseconds. In a shorter gap the GPU waits for the next launch; in a longer one perhaps for pages."""
+CLOCK_TOLERANCE = 0.02
+"""How far the kernels' time plus idle time may be from the time between events on the same chunks."""
 
 
 @dataclass(frozen=True)
@@ -258,3 +260,12 @@ def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[
         "num_profiled": sum(part.last - part.first for part in parts),
         "num_chunks": len(chunk_seconds),
     }
+
+
+def clocks_problem(kernels: dict[str, dict[str, Any]]) -> str | None:
+    """Kernels and idle time must add up to the time between events."""
+    for name, found in kernels.items():
+        by_events, by_kernels = found["events_seconds"], found["kernels_seconds"]
+        if not abs(by_kernels - by_events) <= CLOCK_TOLERANCE * by_events:
+            return f"WRONG: {name} pass, kernels and idle time make {by_kernels:.3f} s of {by_events:.3f} s"
+    return None

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from kernel_times import ChunkClock, Profile, whole_pass
+from kernel_times import ChunkClock, Profile, clocks_problem, whole_pass
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -65,8 +65,6 @@ WARM_UP_CHUNKS = 16
 """With chunks of 4096, every variant of the kernels that choose pages has been built by then."""
 NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
 """Stretches of each pass that are profiled, and chunks of each."""
-CLOCK_TOLERANCE = 0.02
-"""How far the kernels' time plus idle time may be from the time between events on the same chunks."""
 
 console = Console(width=150)
 
@@ -274,15 +272,6 @@ class Stand:
     def clear(self) -> None:
         bench._reset(self.network)
         gc.collect()
-
-
-def clocks_problem(kernels: dict[str, dict[str, Any]]) -> str | None:
-    """Kernels and idle time must add up to the time between events."""
-    for name, found in kernels.items():
-        by_events, by_kernels = found["events_seconds"], found["kernels_seconds"]
-        if not abs(by_kernels - by_events) <= CLOCK_TOLERANCE * by_events:
-            return f"WRONG: {name} pass, kernels and idle time make {by_kernels:.3f} s of {by_events:.3f} s"
-    return None
 
 
 def time_goals(rows: Sequence[Row], limits: dict[int, float], per_token: tuple[int, int, float]) -> list[Goal]:
