@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
@@ -19,6 +20,11 @@ if not torch.cuda.is_available():
 
 # The models are tiny: a second thread costs more than it brings, and the test runner has its own workers.
 torch.set_num_threads(1)
+
+# A clone's tests give one answer. To look for new examples instead: HYPOTHESIS_PROFILE=search make test
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
