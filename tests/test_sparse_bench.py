@@ -50,10 +50,10 @@ def step(context: int, seconds: float | None = None, **fields: Any) -> sparse.Ro
 
 def test_rows_are_measured_and_kept(tmp_path: Path) -> None:
     common: dict[str, Any] = {"chunk_sizes": [128], "layers": [1], "out": tmp_path, "device": "cpu"}
-    sparse.run("growth", "demo", contexts=[512], settings={**SETTINGS, **sparse.LEAN}, **common)
-    report = sparse.run("growth", "demo", contexts=[1024], settings={**SETTINGS, **sparse.LEAN}, **common)
+    sparse.run("growth", "demo", contexts=[256], settings={**SETTINGS, **sparse.LEAN}, **common)
+    report = sparse.run("growth", "demo", contexts=[512], settings={**SETTINGS, **sparse.LEAN}, **common)
     written = json.loads((tmp_path / "sparse_demo_growth.json").read_text())
-    assert [row["context"] for row in written["rows"]] == [512, 1024]
+    assert [row["context"] for row in written["rows"]] == [256, 512]
     assert written["settings"]["page_budget"] == 4 and written["machine"]["versions"]["torch"] == torch.__version__
     [apart] = written["gates"].values()
     assert set(apart) == {
@@ -67,9 +67,9 @@ def test_rows_are_measured_and_kept(tmp_path: Path) -> None:
         assert row.gpu_page_bytes == 0 < row.host_page_bytes and row.loaded_bytes > row.stored_bytes > 0
     assert sparse.table(report).row_count == 2
     other = sparse.run(
-        "growth", "demo", contexts=[512], settings={**SETTINGS, **sparse.LEAN, "page_budget": 2}, **common
+        "growth", "demo", contexts=[256], settings={**SETTINGS, **sparse.LEAN, "page_budget": 2}, **common
     )
-    assert [row.context for row in other.rows] == [512], "rows of other settings were mixed in"
+    assert [row.context for row in other.rows] == [256], "rows of other settings were mixed in"
 
 
 @pytest.mark.parametrize("wrong", ["covering", "host"])

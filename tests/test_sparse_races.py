@@ -144,8 +144,7 @@ def test_every_access_is_ordered(way: str, name: str, place: str, kept: int) -> 
 IN_EIGHT_BITS = {"kv_dtype": "int8", "grad_dtype": "int8"}
 
 
-@pytest.mark.parametrize("kept", [0, 3])
-@pytest.mark.parametrize("place", ["host", "split", "gpu"])
+@pytest.mark.parametrize(("place", "kept"), [("host", 0), ("host", 3), ("split", 3), ("gpu", 0)])
 def test_pages_in_eight_bits(way: str, place: str, kept: int) -> None:
     """They go through buffers wherever they lie, and gradients back by the stream that stores."""
     name, reference = "three layers", {}
