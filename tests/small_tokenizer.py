@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
+
+from oomb import presets
 
 SPECIAL = ["<|end|>", "<|turn|>", "<|stop|>"]
 
@@ -68,3 +71,17 @@ def small_tokenizer(template: str | None = CHAT, *, first: str | None = None) ->
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def save_chats(number: int) -> None:
+    """A tiny model with this tokenizer as the folder `model`, and conversations of several lengths as `chats.jsonl`."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = small_tokenizer()
+    config = presets.preset_config("demo", vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    with Path("chats.jsonl").open("w") as file:
+        for index in range(number):
+            said = [("user", f"What is {index}?"), ("assistant", f"{index} is a number. " * (1 + index % 9))]
+            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}), file=file)

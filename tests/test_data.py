@@ -60,7 +60,7 @@ def test_the_held_out_windows_are_the_first_however_many_are_trained_on(tmp_path
     assert tokens_of(split.train) == list(range(21, 101))[: (num_train or 8) * 10]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     max_length=st.integers(2, 50),

@@ -166,7 +166,7 @@ def test_a_repository_is_one_document(tmp_path: Path) -> None:
         opened(lines, packing="x")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     max_length=st.integers(2, 12),

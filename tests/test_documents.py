@@ -62,7 +62,7 @@ def num_predicted(documents: list[Tensor]) -> int:
     return sum(len(document) - 1 for document in documents)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 32))
 def test_the_layout_holds_every_document_once_and_wastes_little(lengths: list[int], chunk_size: int) -> None:
     layout = lay_out(lengths, chunk_size)
@@ -111,7 +111,7 @@ def test_all_settings(config: dict[str, Any], model: Any) -> None:
     assert not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.sampled_from([1, 5, 16, 64]))
 def test_any_lengths_and_chunk_sizes(lengths: list[int], chunk_size: int) -> None:
     if max(lengths) == 1:

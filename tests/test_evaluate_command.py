@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 from command import invoke
-from small_tokenizer import small_tokenizer
+from small_tokenizer import save_chats, small_tokenizer
 
 from oomb import cli, presets
 from oomb.evaluate import adapters
@@ -58,16 +58,7 @@ def test_eval_reads_the_data_as_train_does(here: Path, saved_model: Path, readin
 
 
 def test_conversations_are_apart_by_default_in_both(here: Path) -> None:
-    tokenizer = small_tokenizer()
-    config = presets.preset_config("demo", vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=None)
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(config).save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    with Path("chats.jsonl").open("w") as file:
-        for index in range(20):
-            said = [("user", f"What is {index}?"), ("assistant", f"{index} is a number. " * (1 + index % 3))]
-            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}), file=file)
+    save_chats(20)
     trained = invoke("train", "--model", "model", "--dataset", "chats.jsonl", *SMALL, *RUN)
     assert trained.exit_code == 0, trained.output
     assert measured("model", "--dataset", "chats.jsonl") == pytest.approx(held_out(here / "out")[0], rel=1e-5)

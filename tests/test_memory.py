@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from stores import CHUNK, CPU, PLACEMENTS, B, D, K, V, fill, layer_spec, make_store
 
@@ -70,7 +70,6 @@ FIELDS = st.lists(
 
 
 @given(FIELDS, st.integers(1, 5))
-@settings(deadline=None)
 def test_the_fields_of_a_row_are_aligned_and_apart(fields: list[tuple[Any, torch.dtype]], num_tokens: int) -> None:
     row = Row(*fields)
     assert row.num_bytes == row_bytes(*(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in fields))

@@ -53,7 +53,7 @@ class NaivePool:
 
 
 @given(POOL_STEPS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_pool_loses_no_page_and_hands_none_out_twice(steps: list[tuple[Any, ...]]) -> None:
     pool, naive, runs = PagePool(), NaivePool(), []
     for name, *numbers in steps:
@@ -388,4 +388,4 @@ class StoresComeAndGo(RuleBasedStateMachine):
 
 
 TestStoresComeAndGo = StoresComeAndGo.TestCase
-TestStoresComeAndGo.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestStoresComeAndGo.settings = settings(max_examples=200, stateful_step_count=40)

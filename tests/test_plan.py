@@ -102,7 +102,6 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests)
 def test_every_token_has_its_place_and_every_byte_its_term(request: Request) -> None:
     placement, problem = place(request)
@@ -134,7 +133,7 @@ def test_every_token_has_its_place_and_every_byte_its_term(request: Request) -> 
         assert placement.host_bytes <= 0.75 * request.host_room or config.host_memory != "auto"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(requests, st.integers(0, 64 * MIB), st.integers(0, 64 * MIB))
 def test_the_longest_context_is_the_longest_and_memory_never_shortens_it(
     request: Request, more_gpu: int, more_host: int
@@ -241,14 +240,13 @@ def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
     assert "parameter gradients 8.0 MiB, activations of a chunk" in refusal(gpu_room=MIB, length=512)
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests)
 def test_auto_never_refuses_what_checkpointed_layers_would_fit(request: Request) -> None:
     auto, lean = (replace(request, config=replace(request.config, checkpoint_layers=x)) for x in ("auto", True))
     assert place(lean)[1] is not None or place(auto)[1] is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests)
 def test_advice_is_no_more_than_is_needed(request: Request) -> None:
     """Nothing of it can be left out, and no setting can be milder."""

@@ -181,7 +181,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans)
 def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
     plan, lora = given

@@ -285,7 +285,7 @@ NAMES = sorted({key for part in PARTS for key in part} | {"ram_gib", "memory_gib
 SPOILED = st.tuples(SOUND, st.sampled_from(NAMES), ODD).map(lambda parts: spoiled(*parts))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(SOUND | SPOILED | EVENT | ODD, max_size=12))
 @example([start(), {**step(1), "loss": 10**400}, {**step(2), "loss": -0.0, "step_s": 5e-324}])
 @example([start(), step(1), {**step(2), "step": 2**52}, {**step(2**52 + 1), "step_s": -1.0}])

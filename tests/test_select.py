@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -149,7 +149,6 @@ def test_interest_takes_little_memory() -> None:
 
 
 @given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))
-@settings(max_examples=100, deadline=None)
 def test_asked_queries_are_evenly_spread(tile_size: int, num_queries: int | None) -> None:
     asked = Rule(1, num_queries, False).asked(tile_size)
     assert len(asked) == min(tile_size, num_queries or tile_size) and asked[-1] == tile_size - 1
@@ -158,7 +157,6 @@ def test_asked_queries_are_evenly_spread(tile_size: int, num_queries: int | None
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
-@settings(max_examples=100, deadline=None)
 def test_no_split_is_empty(programs: int, mean_tiles: int) -> None:
     splits = select._num_splits(programs, mean_tiles)
     assert splits.bit_count() == 1 and splits <= mean_tiles
@@ -170,7 +168,6 @@ def naive_choice(interest: list[float], budget: int, has_sink: bool) -> list[int
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
 def test_choose_is_the_naive_choice(data: st.DataObject) -> None:
     num_pages = data.draw(st.integers(1, 40))
     # Few values, so that many are equal.

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from command import invoke
-from small_tokenizer import small_tokenizer
-from transformers import AutoModelForCausalLM
+from small_tokenizer import save_chats
 
-from oomb import data, presets
+from oomb import data
 from oomb.train.probe import Probe
 from oomb.train.settings import Settings
 
@@ -31,14 +30,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_conversations_of_different_lengths(here: Path) -> None:
-    tokenizer = small_tokenizer()
-    config = presets.preset_config("demo", vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=None)
-    AutoModelForCausalLM.from_config(config).save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    with Path("chats.jsonl").open("w") as file:
-        for index in range(9):
-            said = [("user", f"What is {index}?"), ("assistant", f"{index} is a number. " * (1 + index))]
-            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}), file=file)
+    save_chats(9)
     result = invoke(
         "train", "--model", "model", "--dataset", "chats.jsonl", "--max_length", "512", "--chunk_size", "32",
         "--per_device_train_batch_size", "2", "--device", "cpu", "--output_dir", "out", "--sample_tokens", "0",
