@@ -178,7 +178,8 @@ def widen_kernel(
             inside = (s < page_size)[:, None] & (d < size)[None, :]
             s64 = s.to(tl.int64)
             address = tl.load(addresses + page)
-            rows = address.to(tl.pointer_type(tl.int8)) + s64 * row_bytes
+            # Without the hint bytes are loaded and stored one by one, over the link as well.
+            rows = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16) + s64 * row_bytes
             rest = rows[:, None] + tl.where(is_value != 0, value_at, 0) + head * size + d[None, :]
             scales = (
                 (address + scale_at).to(tl.pointer_type(tl.bfloat16)) + s64 * (row_bytes // 2) + head * 2 + is_value

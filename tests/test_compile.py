@@ -44,7 +44,7 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
     ),
     *(
         ("triton_kernels.widen_kernel", {**PAGES, "buffer": "*bf16", "flags": flags},
-         {"OUT": is_out, "TILE_S": 32, "TILE_D": 128}, 16)
+         {"OUT": is_out, "TILE_S": 128, "TILE_D": 128}, 16)
         for is_out, flags in ((False, "*u8"), (False, "*i16"), (True, "*i32"))
     ),
 ]  # fmt: skip

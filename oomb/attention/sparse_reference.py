@@ -1,7 +1,7 @@
 """Attention to chosen pages in plain PyTorch: what the Triton kernels are tested against, and the path of a CPU.
 
 B batch, H query heads, K key/value heads (H = K x G), T queries, D head size, P pages of S tokens, R numbers in a row,
-N query tiles, C pages chosen per tile at the most.
+N query tiles, C pages chosen per tile at the most, U pages that any tile has chosen.
 
 A page is S rows, a row being K of all sequences and heads, then V. Page p begins `offsets_P[p]` numbers after the start
 of `base`; the past has `length` tokens, so the last page may be filled in part. chosen_BNC holds page numbers in any
@@ -79,12 +79,12 @@ def backward(
     tile_size: int,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dq, that of `own` included, and the gradients of K and V as rows [P, S, R] in float32 or wider. `out` and `lse`
-    are those of the whole softmax, of which the chosen pages may be a part."""
-    B = len(q_BHTD)
+    """dq, that of `own` included, and the gradients of K and V as rows [U, S, R] in float32 or wider, for the pages
+    `used`. `out` and `lse` are those of the whole softmax, of which the chosen pages may be a part."""
+    B, used_U = len(q_BHTD), used(chosen_BNC)
     wide = torch.promote_types(q_BHTD.dtype, torch.float32)
     dq = own_dq_BHTD.to(wide)
-    drows = torch.zeros(len(pages.offsets_P), pages.page_size, pages.row_size, dtype=wide, device=q_BHTD.device)
+    drows = torch.zeros(len(used_U), pages.page_size, pages.row_size, dtype=wide, device=q_BHTD.device)
     for b, at, k, v, (page, slot) in _tiles(q_BHTD, pages, chosen_BNC, tile_size):
         dout, q, out, lse = (x[b : b + 1, :, at].to(wide) for x in (dout_BHTD, q_BHTD, out_BHTD, lse_BHT))
         dq_tile, *dkv = reference.backward(
@@ -92,23 +92,28 @@ def backward(
         )
         dq[b, :, at] += dq_tile[0]
         for field, gradient in zip(fields(pages, drows, B), dkv, strict=True):
-            field[page, slot, b] += gradient[0].transpose(0, 1)
+            field[torch.searchsorted(used_U, page), slot, b] += gradient[0].transpose(0, 1)
     return dq.to(q_BHTD.dtype), drows
 
 
-def add_grads(grads: Pages, drows_PSR: Tensor, chosen_BNC: Tensor, touched_BP: Tensor, seed: int) -> None:
+def used(chosen_BNC: Tensor) -> Tensor:
+    """The pages that any tile has chosen, in order. Only of those there are gradients: a long past has many more."""
+    return torch.unique(chosen_BNC[chosen_BNC >= 0].long())
+
+
+def add_grads(grads: Pages, drows_USR: Tensor, chosen_BNC: Tensor, touched_BP: Tensor, seed: int) -> None:
     """Adds to the gradients of the pages that were chosen. Those that nobody has touched yet hold anything."""
     B = len(touched_BP)
-    generator = torch.Generator(drows_PSR.device).manual_seed(seed)
-    rows = torch.arange(grads.page_size * grads.row_size, device=drows_PSR.device)
-    for page in torch.unique(chosen_BNC[chosen_BNC >= 0]).tolist():
+    generator = torch.Generator(drows_USR.device).manual_seed(seed)
+    rows = torch.arange(grads.page_size * grads.row_size, device=drows_USR.device)
+    for page, drows in zip(used(chosen_BNC).tolist(), drows_USR, strict=True):
         at = grads.offsets_P[page] + rows
         total = grads.base[at].view(grads.page_size, grads.row_size)
         bits = None
         if total.dtype in DROPPED_BITS:
             bits = torch.randint(2**31 - 1, total.shape, generator=generator, dtype=torch.int32, device=total.device)
         for b in range(B):
-            parts = zip(fields(grads, total, B), fields(grads, drows_PSR[page], B), strict=True)
+            parts = zip(fields(grads, total, B), fields(grads, drows, B), strict=True)
             for index, (field, share) in enumerate(parts):
                 if not touched_BP[b, page]:
                     field[:, b] = 0

@@ -381,11 +381,14 @@ class ChosenPages:
         (_, _, (batch, heads, k_size), _), (value_at, _, (_, _, v_size), _), (scale_at, *_) = spec.row(kind).fields
         working = spec.working(kind)
         base = pages.view(spec.dtype)
-        widen_kernel[(NUM_PROGRAMS,)](
+        # Pages on the GPU are limited by latency alone, and in the fill pass all the computation waits for them.
+        is_near = 2 * self.store.gpu_pages[kind] > self.num_pages
+        widen_kernel[(NUM_PROGRAMS * (8 if is_near else 1),)](
             which, count, address, base, flags[0], seed, self.store.page_size, batch * heads, k_size, v_size,
             spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
             working.fields[1][0] // spec.dtype.itemsize, *flags[1:], OUT=is_out,
-            TILE_S=32, TILE_D=1 << (max(k_size, v_size) - 1).bit_length(), num_warps=NUM_WARPS,
+            TILE_S=min(128, 1 << (self.store.page_size - 1).bit_length()),
+            TILE_D=1 << (max(k_size, v_size) - 1).bit_length(), num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _store(self, layer: int, data: Tensor, seed: int) -> Event:
