@@ -30,8 +30,8 @@ from oomb.forecast import CONTEXT_BYTES, OFFLOADED_STATES, Machine, Plan, foreca
 from oomb.memory import free_host_bytes
 from oomb.optim import OffloadedAdamW
 from oomb.options import parse_list, parse_tokens
-from oomb.planner import find_machine, with_lora
-from oomb.presets import load_model
+from oomb.planner import find_machine
+from oomb.presets import autocast_for, load_model, with_lora
 
 EIGHT_BITS: dict[str, Any] = {"page_budget": 64, "page_size": 128, "kv_dtype": "int8", "grad_dtype": "int8"}
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -90,6 +90,8 @@ class Row:
     optimizer_seconds: float | None = None
     reserve_seconds: float = 0.0
     """Pinning host memory, once in a run."""
+    autocast: bool = False
+    """With adapters: they computed in the precision of the weights."""
     loss: float | None = None
     terms: list[dict[str, Any]] | None = None
     problem: str | None = None
@@ -134,7 +136,8 @@ def main(
         for case in mine:
             for place in parse_list(places, str.strip):
                 for context in parse_list(contexts, parse_tokens):
-                    row = check(network, machine, compiled, case, place, context, optimizer)
+                    with autocast_for(network):
+                        row = check(network, machine, compiled, case, place, context, optimizer)
                     rows.append(row)
                     write(out, model, limit, rows)
                     figures = (
@@ -166,7 +169,7 @@ def check(
 ) -> Row:
     """Predicts a step, takes it, and puts both side by side."""
     settings: dict[str, Any] = {"keep_attention": False, "keep_last_chunk": "auto", **CASES[case][1], **PLACES[place]}
-    facts = facts_of(network)
+    facts = facts_of(network, autocast=torch.is_autocast_enabled())
     if place == "half":
         whole = forecast(facts, Config(**{**settings, "gpu_memory": 0}), machine, length=context, optimizer="none")
         settings["gpu_memory"] = whole.placement.host_bytes // 2
@@ -175,7 +178,14 @@ def check(
         # What is free now, with the optimizer's states in their place.
         settings["host_memory"] = max(0, free_host_bytes() - SPARE_HOST_BYTES)
         machine = replace(machine, host_bytes=free_host_bytes() + getattr(states, "host_bytes", 0))
-    row = Row(case=case, place=place, context=context, settings=settings, optimizer=optimizer)
+    row = Row(
+        case=case,
+        place=place,
+        context=context,
+        settings=settings,
+        optimizer=optimizer,
+        autocast=torch.is_autocast_enabled(),
+    )
     config = Config(**settings)
     plan: Plan = forecast(facts, config, machine, length=context, optimizer=optimizer)
     if not plan.fits:
@@ -212,6 +222,7 @@ def measure(engine: Engine, network: nn.Module, context: int, row: Row, optimize
     ids = torch.randint(1, engine.model.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
     # Pinning host memory and building kernels belong to a run's first step.
     row.reserve_seconds = timed(lambda: engine.reserve(1, context))
+    print(f"{metrics.gib(free_host_bytes())} of host memory are free beside the pages", flush=True)
     chunks = WARM_UP_CHUNKS["dense" if engine.config.page_budget is None else "chosen"]
     timed(lambda: engine.loss(ids[:, : chunks * engine.config.chunk_size]).backward())
     if optimizer is not None:

@@ -27,7 +27,7 @@ from oomb.engine import Engine
 from oomb.forecast import PEAK_TFLOPS
 from oomb.loss import IGNORED, TiledHead
 from oomb.model import CausalLM
-from oomb.presets import load_model
+from oomb.presets import autocast_for, load_model, with_lora
 
 MODES = ("oomb", "standard")
 FASTEST_FIRST = [
@@ -144,7 +144,8 @@ def run(
         ids = torch.randint(1, vocab, (1, context), generator=torch.Generator().manual_seed(context))
         sample: dict[str, Tensor] = {}
         for mode in sorted(modes, reverse=True):
-            row = _measure(mode, steps[mode], ids, network, repeats, place)
+            with autocast_for(network):
+                row = _measure(mode, steps[mode], ids, network, repeats, place)
             keys = config.keys_read(context) if mode == "oomb" else context
             row.mfu = _mfu(row, engine.model, place, keys)
             if row.problem is None:
@@ -223,13 +224,7 @@ class StandardStep:
 
 def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
     network: nn.Module = load_model(model, dtype=dtype, device=device, attn_implementation="sdpa")
-    if lora:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError:
-            raise ValueError("--lora needs peft: pip install peft") from None
-        network = get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
-    return network.train()
+    return (with_lora(network) if lora else network).train()
 
 
 def _measure(

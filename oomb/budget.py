@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,11 @@ from oomb.memory import (
 )
 from oomb.model import CausalLM, LayerShape
 from oomb.plan import LayerFacts, Placement, choosing
+
+SLOW_ADAPTERS = (
+    "the adapters compute in float32 beside 16-bit weights, which is slower and takes more memory: call the engine "
+    'under torch.autocast("cuda", torch.bfloat16), or give a trainer bf16=True'
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Budget:
         self._tiers: Tiers | None = None
         self._shapes: dict[tuple[Any, ...], dict[int, LayerShape]] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
+        self._has_warned = False
 
     @property
     def tiers(self) -> Tiers:
@@ -96,7 +103,7 @@ class Budget:
         others that hold pages, it is placed by what they have left.
         """
         shapes = self._layer_shapes()
-        key = batch_size, length, trains, tuple(shapes.values())
+        key = batch_size, length, trains, self._autocast, tuple(shapes.values())
         layers = {layer: _layer_spec(shape, batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
@@ -144,11 +151,15 @@ class Budget:
         has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         return choosing(config, dtypes[0], has_float8)
 
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        """The precision of the caller's autocast, if one is on."""
+        kind = self.model.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
     def _layer_shapes(self) -> dict[int, LayerShape]:
         """The shape of every layer's attention. Looked at once for each precision that the model runs in."""
-        device = self.model.device
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        key = device, self.model.dtype, autocast
+        key = self.model.device, self.model.dtype, self._autocast
         if key not in self._shapes:
             self._shapes[key] = self.model.layer_shapes()
         return self._shapes[key]
@@ -175,7 +186,10 @@ class Budget:
             )
             for shape in shapes.values()
         )
-        facts = facts_of(self.model.lm, layers)
+        facts = facts_of(self.model.lm, layers, autocast=self._autocast is not None)
+        if facts.has_wide_adapters and trains and self.model.device.type == "cuda" and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(SLOW_ADAPTERS, stacklevel=2)
         if longest < length:
             # Each document has positions of its own, and its length has been checked.
             facts = replace(facts, num_positions=None)

@@ -19,8 +19,9 @@ RECORDER_NAME = "oomb_recorder"
 _recording = threading.local()
 
 
-def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None) -> ModelFacts:
-    """The facts of a model, PEFT-wrapped or not. `layers` are those of its attention, where they are known."""
+def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None, *, autocast: bool = False) -> ModelFacts:
+    """The facts of a model, PEFT-wrapped or not. `layers` are those of its attention, where they are known. `autocast`:
+    it will run under one."""
     lm = _without_wrappers(model)
     config = lm.config.get_text_config(decoder=True)
     stack = decoder_layers(lm)
@@ -38,19 +39,22 @@ def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None) -> 
             active += num_elements
             trained += num_elements if parameter.requires_grad else 0
     width = sum(sum(shape) for shape, _, _ in matrices(stack, top_k))
+    itemsize = next(p for p in parameters if p.is_floating_point()).dtype.itemsize
     has_frozen_matrix = any(not p.requires_grad and p.ndim > 1 for p in stack.parameters())
+    has_adapters = has_frozen_matrix and any(p.requires_grad for p in stack.parameters())
     return ModelFacts(
         layers=attention_layers(lm) if layers is None else layers,
         hidden_size=config.hidden_size,
         vocab_size=embedding.weight.shape[0],
-        itemsize=next(p for p in parameters if p.is_floating_point()).dtype.itemsize,
+        itemsize=itemsize,
         weight_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in lm.buffers()),
         grad_bytes=sum(p.nbytes for p in trainable),
         float32_sum_bytes=4 * sum(p.numel() for p in narrow),
         wide_grad_bytes=sum(p.nbytes for p in trainable if p.dtype.itemsize >= 4),
         head_grad_bytes=head_weight.nbytes if head_weight is not None and head_weight.requires_grad else 0,
         layer_width=-(-width // len(stack)),
-        has_adapters=has_frozen_matrix and any(p.requires_grad for p in stack.parameters()),
+        has_adapters=has_adapters,
+        has_wide_adapters=has_adapters and not autocast and any(p.dtype.itemsize > itemsize for p in trainable),
         active_matrix_elements=active,
         trained_matrix_elements=trained,
         trainable_elements=sum(p.numel() for p in trainable),

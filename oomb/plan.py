@@ -33,15 +33,19 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 PLAIN_TILE, FUSED_TILE = 2**26, 5 * 2**26
 """Logits per tile of the head, as `oomb.loss` has them; a test holds the two to be equal."""
 
-FUSED_GRAPH, PLAIN_GRAPH, ADAPTER_GRAPH = 0.887, 1.3, 0.626
+FUSED_GRAPH, PLAIN_GRAPH = 0.887, 1.3
 """What a layer keeps for its backward, in bytes over itemsize x `layer_width`. Fused: Qwen2.5-7B 34.10 GiB at chunks of
-8192 and 17.05 at 4096 (0.887), Qwen2.5-0.5B 3.731 at 4096 (0.889). With LoRA's float32 adapters, whose matrices count
-into the width: Qwen2.5-7B 24.15 GiB at 4096."""
-BACKWARD, ADAPTER_BACKWARD = 0.35, 0.7235
-"""What the backward of one layer takes beside that. With LoRA 255 KiB a token (checkpointed Qwen2.5-7B, 6.78 GiB at
-8192, 3.39 at 4096). Without, it is hidden below the head's peak; 0.35 is the most that the measured peaks allow."""
-FILL, ADAPTER_FILL = 0.58, 0.90
-"""What the forward of one layer takes without a graph: Qwen2.5-7B 0.80 GiB at 8192, with LoRA 2.48 (1.24 at 4096)."""
+8192 and 17.05 at 4096 (0.887), Qwen2.5-0.5B 3.731 at 4096 (0.889)."""
+BACKWARD = 0.35
+"""What the backward of one layer takes beside that. It is hidden below the head's peak; this is the most that the
+measured peaks allow."""
+FILL = 0.58
+"""What the forward of one layer takes without a graph: Qwen2.5-7B 0.80 GiB at 8192."""
+ADAPTED = (0.443, 0.30, 0.39)
+"""The three with LoRA, whose matrices count into the width."""
+WIDE_ADAPTED = (0.626, 0.7235, 0.90)
+"""The same where adapters compute in float32. Qwen2.5-7B 24.15 GiB at 4096; 255 KiB a token (checkpointed, 6.78 GiB at
+8192, 3.39 at 4096); 2.48 GiB at 8192, 1.24 at 4096."""
 HIDDEN_COPIES, HIDDEN_COPIES_OF_GRAPH = 4.5, 1
 """Tensors like the hidden states that live while the head runs: of checkpointed layers 4.35 and 4.47 (Qwen2.5-7B, 4.92
 GiB at 8192, 3.26 at 4096), 4.70 (Llama-3.1-8B, 3.63 at 4096); otherwise the graph above has all but the gradient."""
@@ -90,6 +94,8 @@ class ModelFacts:
     """Inputs and outputs of the matrices of a layer; of experts, those that a token uses."""
     has_adapters: bool
     """The base is frozen, small matrices beside it are trained."""
+    has_wide_adapters: bool
+    """They compute in more bytes than the base, as PEFT's float32 ones do outside of autocast."""
     active_matrix_elements: int
     """Elements of the matrices that a token is multiplied with."""
     trained_matrix_elements: int
@@ -397,11 +403,11 @@ def _problem(request: Request, placement: Placement, needed: int, out_bytes: int
 
 def _gpu_budget(request: Request, needed: int, staging: int) -> float:
     """GPU memory for what grows with the context, beside `needed` and `staging`."""
-    room = request.room
+    left = request.room - needed - request.optimizer_bytes
     if request.config.gpu_memory != "auto":
         # The most that someone allows: it is not filled where activations would not fit beside it.
-        return max(0.0, min(parse_bytes(request.config.gpu_memory), room - needed - staging))
-    return max(0.0, MARGIN * (room - needed - request.optimizer_bytes) - staging)
+        return max(0.0, min(parse_bytes(request.config.gpu_memory), left - staging))
+    return max(0.0, MARGIN * left - staging)
 
 
 def _needs(request: Request, is_checkpointed: bool, keeps: bool) -> list[Term]:
@@ -410,12 +416,14 @@ def _needs(request: Request, is_checkpointed: bool, keeps: bool) -> list[Term]:
     facts, tokens = request.facts, request.chunk_tokens
     hidden = tokens * facts.hidden_size * facts.itemsize
     one_layer = tokens * facts.layer_width * facts.itemsize
-    if not request.trains:
-        layer = one_layer * (ADAPTER_FILL if facts.has_adapters else FILL)
-        return [Term(name="one chunk's forward", tier=GPU, num_bytes=int(2 * hidden + max(layer, _head(request))))]
-    graph, backward = (PLAIN_GRAPH, FUSED_GRAPH)[request.is_fused], BACKWARD
+    graph, backward, fill = FUSED_GRAPH, BACKWARD, FILL
     if facts.has_adapters:
-        graph, backward = ADAPTER_GRAPH * graph / FUSED_GRAPH, ADAPTER_BACKWARD
+        graph, backward, fill = WIDE_ADAPTED if facts.has_wide_adapters else ADAPTED
+    if not request.is_fused:
+        graph *= PLAIN_GRAPH / FUSED_GRAPH
+    if not request.trains:
+        layer = one_layer * fill
+        return [Term(name="one chunk's forward", tier=GPU, num_bytes=int(2 * hidden + max(layer, _head(request))))]
     copies: float
     if is_checkpointed:
         # Attention is not computed again, so its outputs wait for the backward. Kept ones come from their pages, except

@@ -254,7 +254,7 @@ def plan(
 
 def facts_for(name: str, *, dtype: str = "bfloat16", lora: bool = False, config: Any = None) -> ModelFacts:
     """The facts of a model that is built on the meta device: no weight is read, no memory taken. With `lora`, as `oomb
-    bench --lora` has it: rank 16, on all linear layers."""
+    bench --lora` and `oomb train --use_peft` have it: rank 16, on all linear layers, computed as the weights are."""
     from transformers import AutoModelForCausalLM
 
     config = presets.load_config(name) if config is None else config
@@ -268,16 +268,8 @@ def facts_for(name: str, *, dtype: str = "bfloat16", lora: bool = False, config:
             if "meta device" not in str(error):
                 raise
         if lora:
-            network = with_lora(network)
-    return facts_of(network)
-
-
-def with_lora(network: Any) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ValueError("--lora needs peft: pip install peft") from None
-    return get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
+            network = presets.with_lora(network)
+    return facts_of(network, autocast=lora)
 
 
 def find_machine(gpu: str | None, host: str | None) -> Machine:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # A preset is a shape: the arguments of the Hugging Face config, without weights and without a tokenizer.
@@ -246,6 +247,26 @@ def load_model(
             return AutoModelForCausalLM.from_config(config, dtype=precision, **options)
     model = _from_hugging_face(AutoModelForCausalLM, name_or_path, config=config, dtype=precision, **options)
     return model.to(place)
+
+
+def with_lora(network: nn.Module) -> Any:
+    """LoRA as plans and measurements have it: rank 16, on all linear layers."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("--lora needs peft: pip install peft") from None
+    return get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
+
+
+def autocast_for(network: nn.Module) -> torch.autocast:
+    """The precision that `oomb train` computes in: where float32 adapters stand beside 16-bit weights, that of the
+    weights. PEFT alone would cast its inputs to float32."""
+    import torch
+
+    first = next(p for p in network.parameters() if p.is_floating_point())
+    has_wide = any(p.requires_grad and p.dtype.itemsize > first.dtype.itemsize for p in network.parameters())
+    is_short = first.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(first.device.type, first.dtype, enabled=has_wide and is_short and first.is_cuda)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:

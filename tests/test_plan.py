@@ -46,6 +46,7 @@ TINY = ModelFacts(
     head_grad_bytes=500 * 64 * 2,
     layer_width=1000,
     has_adapters=False,
+    has_wide_adapters=False,
     active_matrix_elements=2_000_000,
     trained_matrix_elements=2_000_000,
     trainable_elements=2_000_000,

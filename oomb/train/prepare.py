@@ -86,7 +86,9 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
             dtype = "float32" if is_wide and fits else "bfloat16"
     mixed = settings.bf16
     if mixed is None:
-        mixed = gpu_bytes is not None and dtype == "float32" and settings.dtype == "auto"
+        # Adapters are float32, and slow unless they compute as the weights do.
+        has_wide_adapters = settings.use_peft and dtype == "bfloat16"
+        mixed = gpu_bytes is not None and (has_wide_adapters or (dtype == "float32" and settings.dtype == "auto"))
     warning = None
     if trains_weights and not keeps_updates and dtype in ("bfloat16", "float16"):
         warning = (

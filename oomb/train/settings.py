@@ -79,7 +79,7 @@ class Settings:
         None,
         MODEL,
         "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU, where --dtype auto comes to "
-        "float32.",
+        "float32, and with --use_peft, whose adapters are float32.",
     )
     device: str = setting("auto", MODEL, "auto (a GPU if there is one), cpu, cuda or cuda:0.")
     seed: int = setting(42, MODEL, "Seed of new weights, of the order of the data and of dropout.", least=0)
