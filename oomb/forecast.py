@@ -286,7 +286,7 @@ def _work(request: Request, placement: Placement) -> tuple[float, float]:
     again = placement.capacity if placement.keep_last_chunk else length
     share_again = again / length
     head = facts.vocab_size * facts.hidden_size
-    layers = facts.active_matrix_elements - head
+    layers: float = facts.active_matrix_elements - head
     if facts.has_adapters:
         layers *= WIDE_ADAPTER_PRODUCTS if facts.has_wide_adapters else ADAPTER_PRODUCTS
     fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + _forward(request, length) + _ranking(request)

@@ -437,6 +437,11 @@ def test_facts_of_adapters() -> None:
     model = get_peft_model(build("llama", dtype=torch.bfloat16), LoraConfig(r=4, target_modules="all-linear"))
     facts = facts_of(model)
     assert facts.has_adapters and not base.has_adapters
+    # PEFT's are float32, and compute so unless autocast is on. Alone they are not wide.
+    assert facts.has_wide_adapters and not base.has_wide_adapters
+    assert facts_of(model, autocast=True) == replace(facts, has_wide_adapters=False)
+    wide = get_peft_model(build("llama", dtype=torch.float32), LoraConfig(r=4, target_modules="all-linear"))
+    assert facts_of(wide).has_adapters and not facts_of(wide).has_wide_adapters
     assert facts == facts_of(model.get_base_model())
     assert facts.layers == base.layers and facts.head_grad_bytes == 0
     assert facts.grad_bytes == facts.wide_grad_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)

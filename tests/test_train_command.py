@@ -252,8 +252,11 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
         ({"dtype": "float32"}, 140, "float32", False, False),
         ({"dtype": "bfloat16"}, 140, "bfloat16", False, True),
         ({"optim": "offloaded_adamw"}, 140, "bfloat16", False, False),
-        ({"use_peft": True}, 140, "bfloat16", False, False),
-        ({"use_peft": True, "bf16": True}, 140, "bfloat16", True, False),
+        ({"use_peft": True}, 140, "bfloat16", True, False),
+        ({"use_peft": True, "dtype": "bf16"}, 140, "bfloat16", True, False),
+        ({"use_peft": True, "bf16": False}, 140, "bfloat16", False, False),
+        ({"use_peft": True, "dtype": "float32"}, 140, "float32", False, False),
+        ({"use_peft": True}, None, "float32", False, False),
     ],
 )
 def test_what_precision_comes_to(
