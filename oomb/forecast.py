@@ -354,7 +354,7 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     if request.sparse_layers:
         # The same for all of them.
         chosen = _tokens_chosen(request, first), _tokens_chosen(request, placement.gpu_grad_tokens)
-    for index, ((kv, grad, out), layer) in enumerate(zip(request.rows(), request.facts.layers)):
+    for index, ((kv, grad, out), layer) in enumerate(zip(request.rows, request.facts.layers)):
         if index in request.sparse_layers:
             seen, seen_grad = chosen
         else:

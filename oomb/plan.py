@@ -10,6 +10,7 @@ Constants name their measurements: peaks of torch.cuda.max_memory_allocated on o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -207,21 +208,22 @@ class Request:
         """Whether K and V (0) or their gradients (1) rest in 8 bits."""
         return (self.config.kv_dtype, self.config.grad_dtype)[field] == "int8"
 
+    @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
         """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
-        found = []
-        for layer in self.facts.layers:
-            size = layer.itemsize or self.facts.itemsize
-            kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
-            heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
-            found.append(
-                (
-                    pair_bytes(heads, layer.head_size, layer.value_size, kv),
-                    pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.trains else 0,
-                    row_bytes(queries * layer.value_size * size, queries * max(4, size)),
-                )
-            )
-        return found
+        # Most layers are alike, and a search for settings asks thousands of times.
+        found = {layer: self._row(layer) for layer in set(self.facts.layers)}
+        return [found[layer] for layer in self.facts.layers]
+
+    def _row(self, layer: LayerFacts) -> tuple[int, int, int]:
+        size = layer.itemsize or self.facts.itemsize
+        kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
+        heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
+        return (
+            pair_bytes(heads, layer.head_size, layer.value_size, kv),
+            pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.trains else 0,
+            row_bytes(queries * layer.value_size * size, queries * max(4, size)),
+        )
 
 
 def host_budget(config: Config, room: int) -> int:
@@ -256,7 +258,7 @@ def _place_outputs(request: Request, is_checkpointed: bool) -> tuple[Placement, 
 
 def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Placement, str | None]:
     config, capacity, page = request.config, request.capacity, request.config.page_size
-    rows = request.rows()
+    rows = request.rows
     kv_row, grad_row, out_row = (sum(row[field] for row in rows) for field in range(3))
     num_pages = -(-capacity // page)
     kv_bytes, grad_bytes, out_bytes = page * kv_row, page * grad_row, num_pages * page * out_row if keeps else 0
@@ -352,7 +354,7 @@ def _buffers(request: Request, field: int) -> int:
     if field == 1 and not request.trains:
         return 0
     as_computed = replace(request, config=replace(config, kv_dtype="auto", grad_dtype="auto"))
-    rows, working = request.rows(), as_computed.rows()
+    rows, working = request.rows, as_computed.rows
     # Pages in 8 bits are widened on their way in.
     widest = max((working if request.is_quantised(field) else rows)[index][field] for index in request.sparse_layers)
     num_chosen = most_chosen(_choosing(request), request.batch_size, config.chunk_size, num_pages)
@@ -362,7 +364,7 @@ def _buffers(request: Request, field: int) -> int:
 def _staging(request: Request, keeps: bool) -> int:
     """Buffers for runs of tokens."""
     return staging_bytes(
-        request.rows(), request.sparse_layers, chunk_size=request.config.chunk_size, keeps=keeps, trains=request.trains
+        request.rows, request.sparse_layers, chunk_size=request.config.chunk_size, keeps=keeps, trains=request.trains
     )
 
 

@@ -115,7 +115,7 @@ def test_every_token_has_its_place_and_every_byte_its_term(request: Request) -> 
     assert placement.gpu_bytes + placement.needed_bytes == bytes_of(placement, GPU)
     assert placement.host_bytes == bytes_of(placement, HOST)
     assert all(term.num_bytes > 0 for term in placement.terms)
-    rows = request.rows()
+    rows = request.rows
     pages = -(-capacity // page) * page * sum(kv + grad for kv, grad, _ in rows)
     outs = -(-capacity // page) * page * sum(out for _, _, out in rows) if placement.keep_attention else 0
     assert placement.gpu_bytes + placement.host_bytes == pages + outs
@@ -321,8 +321,8 @@ def test_short_contexts_learned_positions_and_autocast() -> None:
     text = refusal(facts=learned, length=1001)
     assert "has learned 1,000 positions" in text and "the longest context that fits is 1,000 tokens" in text
     halves = replace(TINY, itemsize=4, layers=tuple(replace(layer, itemsize=2) for layer in TINY.layers))
-    assert replace(request, facts=halves).rows() == request.rows()
-    assert replace(request, facts=replace(TINY, itemsize=4)).rows() != request.rows()
+    assert replace(request, facts=halves).rows == request.rows
+    assert replace(request, facts=replace(TINY, itemsize=4)).rows != request.rows
 
 
 def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
