@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+TILE_NUMBERS = 16384
+"""Numbers in a tile of `widen_kernel`, for 16 warps."""
+
 
 @triton.jit
 def combine_kernel(
@@ -152,18 +155,29 @@ def move_kernel(
                 tl.store(here, tl.load(away, w < page_words), w < page_words)
 
 
+def widen_tiles(num_heads: int, head_size: int) -> dict[str, int]:
+    """Tiles of `widen_kernel`: whole rows where they fit, and as many of them as its warps hold in registers."""
+    tile_d = triton.next_power_of_2(head_size)
+    tile_h = min(triton.next_power_of_2(2 * num_heads), max(1, TILE_NUMBERS // tile_d))
+    return {"TILE_S": max(1, TILE_NUMBERS // (tile_h * tile_d)), "TILE_H": tile_h, "TILE_D": tile_d}
+
+
 @triton.jit
 def widen_kernel(
     pages, count, addresses, buffer, flags, seed, page_size, num_heads, k_size, v_size,
     row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b,
-    OUT: tl.constexpr, TILE_S: tl.constexpr, TILE_D: tl.constexpr,
+    OUT: tl.constexpr, TILE_S: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """As `move_kernel`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
     of all heads in int8, V at value_at, and at scale_at two bfloat16 scales for each head. A row in the buffer has
     wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`. `oomb.quantise` says what is
-    computed."""
-    num_parts = tl.cdiv(page_size, TILE_S) * num_heads * 2
-    d = tl.arange(0, TILE_D)
+    computed.
+
+    TILE_H vectors of a row go together, K of all heads and then V: the link is limited by the number of requests, and
+    one head alone makes three times as many."""
+    num_tiles = tl.cdiv(2 * num_heads, TILE_H)
+    num_parts = tl.cdiv(page_size, TILE_S) * num_tiles
+    d = tl.arange(0, TILE_D)[None, None, :]
     for i in range(tl.program_id(0), tl.load(count) * num_parts, tl.num_programs(0)):
         index, part = i // num_parts, i % num_parts
         page = tl.load(pages + index)
@@ -171,31 +185,34 @@ def widen_kernel(
         for b in range(num_rows):
             has_some = has_some | (tl.load(flags + b * flags_b + page) != 0)
         if has_some:
-            is_value = part % 2
-            head = part // 2 % num_heads
-            s = part // (2 * num_heads) * TILE_S + tl.arange(0, TILE_S)
-            size = tl.where(is_value != 0, v_size, k_size)
-            inside = (s < page_size)[:, None] & (d < size)[None, :]
+            s = (part // num_tiles * TILE_S + tl.arange(0, TILE_S))[:, None]
+            h = (part % num_tiles * TILE_H + tl.arange(0, TILE_H))[None, :]
+            is_value = (h >= num_heads).to(tl.int32)
+            head = h - is_value * num_heads
+            exists = (s < page_size) & (h < 2 * num_heads)
+            # Products, since the compiler forgets what divides the sides of a `where`, and then moves single bytes.
+            size = k_size + is_value * (v_size - k_size)
+            inside = exists[:, :, None] & (d < size[:, :, None])
             s64 = s.to(tl.int64)
             address = tl.load(addresses + page)
-            # Without the hint bytes are loaded and stored one by one, over the link as well.
-            rows = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16) + s64 * row_bytes
-            rest = rows[:, None] + tl.where(is_value != 0, value_at, 0) + head * size + d[None, :]
+            base = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16)
+            columns = is_value * value_at + head * size
+            rest = base + (s64 * row_bytes + columns)[:, :, None] + d
             scales = (
                 (address + scale_at).to(tl.pointer_type(tl.bfloat16)) + s64 * (row_bytes // 2) + head * 2 + is_value
             )
-            wide_at = (index.to(tl.int64) * page_size + s64) * wide_row + tl.where(is_value != 0, wide_value_at, 0)
-            here = buffer + wide_at[:, None] + head * size + d[None, :]
+            wide_columns = is_value * wide_value_at + head * size
+            here = buffer + ((index.to(tl.int64) * page_size + s64) * wide_row + wide_columns)[:, :, None] + d
             if OUT:
                 x = tl.load(here, inside, other=0.0).to(tl.float32)
-                scale = (tl.max(tl.abs(x), 1) * (1.0078125 / 127)).to(tl.bfloat16)
-                steps = x / tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)[:, None]
-                at = ((page * page_size + s) * num_heads * 2 + part % (2 * num_heads))[:, None] * TILE_D + d[None, :]
+                scale = (tl.max(tl.abs(x), 2) * (1.0078125 / 127)).to(tl.bfloat16)
+                steps = x / tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)[:, :, None]
+                at = ((page * page_size + s) * num_heads * 2 + h)[:, :, None] * TILE_D + d
                 steps = tl.floor(steps + (mixed_bits(seed, at) >> 8).to(tl.float32) * (1.0 / (1 << 24)))
                 steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
                 tl.store(rest, steps.to(tl.int8), inside)
-                tl.store(scales, scale, s < page_size)
+                tl.store(scales, scale, exists)
             else:
-                scale = tl.load(scales, s < page_size, other=0.0).to(tl.float32)
-                x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, None]
+                scale = tl.load(scales, exists, other=0.0).to(tl.float32)
+                x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, :, None]
                 tl.store(here, x.to(buffer.dtype.element_ty), inside)

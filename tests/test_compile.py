@@ -44,12 +44,18 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
     ),
     *(
         ("triton_kernels.widen_kernel", {**PAGES, "buffer": "*bf16", "flags": flags},
-         {"OUT": is_out, "TILE_S": 128, "TILE_D": 128}, 16)
+         {"OUT": is_out, "TILE_S": 16, "TILE_H": 8, "TILE_D": 128}, 16)
         for is_out, flags in ((False, "*u8"), (False, "*i16"), (True, "*i32"))
     ),
 ]  # fmt: skip
 """Kernel, its arguments that are not int32, its constants, and warps: as the launchers call it for a bfloat16 model
 whose summaries are 8-bit floats."""
+
+MOVERS = ("move_kernel", "widen_kernel")
+ALIGNED_SIZES = (
+    "page_words", "page_size", "k_size", "v_size", "row_bytes", "value_at", "scale_at", "wide_row", "wide_value_at"
+)  # fmt: skip
+"""Of the kernels that move pages, multiples of 16 as in most models: then 16 bytes go at a time."""
 
 
 def compile_all() -> None:
@@ -65,9 +71,13 @@ def compile_all() -> None:
         names = list(inspect.signature(kernel.fn).parameters)
         kinds = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
         values = {(names.index(n),): value for n, value in constants.items() if n in names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kinds[n].startswith("*")}
+        exact = [n for n in names if kinds[n].startswith("*") or (name in MOVERS and n in ALIGNED_SIZES)]
+        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in exact}
         source = ASTSource(kernel, kinds, values, aligned)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        if name in MOVERS:
+            for way in ("ld", "st"):
+                assert f"{way}.global.v4.b32" in built.asm["ptx"], f"{path} does not move 16 bytes at a time"
         print(path, flush=True)
 
 

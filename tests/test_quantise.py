@@ -61,11 +61,20 @@ def test_eight_bits_take_half_of_sixteen() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 2])
-@pytest.mark.parametrize("shape", [(2, 3, 24, 16, 8), (1, 1, 64, 64, 40), (1, 2, 80, 128, 16)], ids=str)
-def test_widening_and_narrowing(shape: tuple[int, int, int, int, int], num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        ((2, 3, 24, 16, 8), {}),
+        ((2, 3, 24, 16, 8), {"TILE_S": 2, "TILE_H": 4}),
+        ((1, 1, 64, 64, 40), {"TILE_S": 16}),
+        ((1, 2, 80, 128, 16), {}),
+    ],
+    ids=str,
+)
+def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int) -> None:
     """Against `quantise`, from pages at scattered addresses and back."""
     pytest.importorskip("triton")
-    from oomb.triton_kernels import widen_kernel
+    from oomb.triton_kernels import widen_kernel, widen_tiles
 
     B, K, D, V, S = shape
     P = 5
@@ -83,7 +92,7 @@ def test_widening_and_narrowing(shape: tuple[int, int, int, int, int], num_rows:
         widen_kernel[(2,)](
             which, count, addresses, buffer, flags, seed, S, B * K, D, V, row.num_bytes, row.fields[1][0],
             row.fields[2][0], wide.num_bytes // 4, wide.fields[1][0] // 4, rows, P, OUT=is_out,
-            TILE_S=16, TILE_D=1 << (max(D, V) - 1).bit_length(),
+            **{**widen_tiles(B * K, max(D, V)), **tiles},
         )  # fmt: skip
 
     move(False, num_rows)

@@ -368,7 +368,7 @@ class ChosenPages:
 
     def _move(self, kind: str, layer: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int) -> None:
         """Copies the numbered pages between where they rest and the buffer; 8-bit ones become wide, or narrow again."""
-        from oomb.triton_kernels import move_kernel, widen_kernel
+        from oomb.triton_kernels import move_kernel, widen_kernel, widen_tiles
 
         pages, _, count, which = self._parts(data, kind, layer)
         address, spec = self._table(kind, layer), self.store.layers[layer]
@@ -387,8 +387,7 @@ class ChosenPages:
             which, count, address, base, flags[0], seed, self.store.page_size, batch * heads, k_size, v_size,
             spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
             working.fields[1][0] // spec.dtype.itemsize, *flags[1:], OUT=is_out,
-            TILE_S=min(128, 1 << (self.store.page_size - 1).bit_length()),
-            TILE_D=1 << (max(k_size, v_size) - 1).bit_length(), num_warps=NUM_WARPS,
+            **widen_tiles(batch * heads, max(k_size, v_size)), num_warps=NUM_WARPS,
         )  # fmt: skip
 
     def _store(self, layer: int, data: Tensor, seed: int) -> Event:
