@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-TILE_NUMBERS = 16384
+TILE_NUMBERS = 8192
 """Numbers in a tile of `widen_kernel`, for 16 warps."""
 
 

@@ -383,7 +383,7 @@ class ChosenPages:
         base = pages.view(spec.dtype)
         # Pages on the GPU are limited by latency alone, and in the fill pass all the computation waits for them.
         is_near = 2 * self.store.gpu_pages[kind] > self.num_pages
-        widen_kernel[(NUM_PROGRAMS * (8 if is_near else 1),)](
+        widen_kernel[(NUM_PROGRAMS * (16 if is_near else 2),)](
             which, count, address, base, flags[0], seed, self.store.page_size, batch * heads, k_size, v_size,
             spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
             working.fields[1][0] // spec.dtype.itemsize, *flags[1:], OUT=is_out,
