@@ -156,16 +156,15 @@ def move_kernel(
 
 
 def widen_tiles(num_heads: int, head_size: int) -> dict[str, int]:
-    """Tiles of `widen_kernel`: whole rows where they fit, and as many of them as its warps hold in registers."""
-    tile_d = triton.next_power_of_2(head_size)
-    tile_h = min(triton.next_power_of_2(2 * num_heads), max(1, TILE_NUMBERS // tile_d))
+    """Tiles of `widen_kernel`: whole rows, and as many of them as its warps hold in registers."""
+    tile_d, tile_h = triton.next_power_of_2(head_size), triton.next_power_of_2(2 * num_heads)
     return {"TILE_S": max(1, TILE_NUMBERS // (tile_h * tile_d)), "TILE_H": tile_h, "TILE_D": tile_d}
 
 
 @triton.jit
 def widen_kernel(
     pages, count, addresses, buffer, flags, seed, page_size, num_heads, k_size, v_size,
-    row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b,
+    row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b, edge,
     OUT: tl.constexpr, TILE_S: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """As `move_kernel`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
@@ -173,46 +172,56 @@ def widen_kernel(
     wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`. `oomb.quantise` says what is
     computed.
 
-    TILE_H vectors of a row go together, K of all heads and then V: the link is limited by the number of requests, and
-    one head alone makes three times as many."""
-    num_tiles = tl.cdiv(2 * num_heads, TILE_H)
-    num_parts = tl.cdiv(page_size, TILE_S) * num_tiles
+    Pages from `edge` on have been copied to the end of their places in the buffer; OUT: they are to be copied from the
+    beginning. A program does a page from its first row to its last, so that none is overwritten before it is read: of
+    4 rows, two bytes wide and one at rest,
+
+        . . . . a b c d  ->  A A . . . b c d  ->  A A B B . . c d  ->  A A B B C C . d  ->  A A B B C C D D
+
+    All vectors of a row go together, K of all heads and then V: the link is limited by the number of requests, and one
+    head alone makes three times as many."""
     d = tl.arange(0, TILE_D)[None, None, :]
-    for i in range(tl.program_id(0), tl.load(count) * num_parts, tl.num_programs(0)):
-        index, part = i // num_parts, i % num_parts
+    h = tl.arange(0, TILE_H)[None, :]
+    is_value = (h >= num_heads).to(tl.int32)
+    head = h - is_value * num_heads
+    # Products, since the compiler forgets what divides the sides of a `where`, and then moves single bytes.
+    size = k_size + is_value * (v_size - k_size)
+    columns = is_value * value_at + head * size
+    wide_columns = is_value * wide_value_at + head * size
+    item_bytes = tl.constexpr(buffer.dtype.element_ty.primitive_bitwidth // 8)
+    for index in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
         page = tl.load(pages + index)
         has_some = num_rows == 0
         for b in range(num_rows):
             has_some = has_some | (tl.load(flags + b * flags_b + page) != 0)
         if has_some:
-            s = (part // num_tiles * TILE_S + tl.arange(0, TILE_S))[:, None]
-            h = (part % num_tiles * TILE_H + tl.arange(0, TILE_H))[None, :]
-            is_value = (h >= num_heads).to(tl.int32)
-            head = h - is_value * num_heads
-            exists = (s < page_size) & (h < 2 * num_heads)
-            # Products, since the compiler forgets what divides the sides of a `where`, and then moves single bytes.
-            size = k_size + is_value * (v_size - k_size)
-            inside = exists[:, :, None] & (d < size[:, :, None])
-            s64 = s.to(tl.int64)
+            place = buffer + tl.cast(index, tl.int64) * page_size * wide_row
             address = tl.load(addresses + page)
+            if page >= edge:
+                address = place.to(tl.int64)
+                if not OUT:
+                    address += page_size * (wide_row * item_bytes - row_bytes)
             base = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16)
-            columns = is_value * value_at + head * size
-            rest = base + (s64 * row_bytes + columns)[:, :, None] + d
-            scales = (
-                (address + scale_at).to(tl.pointer_type(tl.bfloat16)) + s64 * (row_bytes // 2) + head * 2 + is_value
-            )
-            wide_columns = is_value * wide_value_at + head * size
-            here = buffer + ((index.to(tl.int64) * page_size + s64) * wide_row + wide_columns)[:, :, None] + d
-            if OUT:
-                x = tl.load(here, inside, other=0.0).to(tl.float32)
-                scale = (tl.max(tl.abs(x), 2) * (1.0078125 / 127)).to(tl.bfloat16)
-                steps = x / tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)[:, :, None]
-                at = ((page * page_size + s) * num_heads * 2 + h)[:, :, None] * TILE_D + d
-                steps = tl.floor(steps + (mixed_bits(seed, at) >> 8).to(tl.float32) * (1.0 / (1 << 24)))
-                steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
-                tl.store(rest, steps.to(tl.int8), inside)
-                tl.store(scales, scale, exists)
-            else:
-                scale = tl.load(scales, exists, other=0.0).to(tl.float32)
-                x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, :, None]
-                tl.store(here, x.to(buffer.dtype.element_ty), inside)
+            for first in range(0, page_size, TILE_S):
+                s = (first + tl.arange(0, TILE_S))[:, None]
+                exists = (s < page_size) & (h < 2 * num_heads)
+                inside = exists[:, :, None] & (d < size[:, :, None])
+                rest = base + (s * row_bytes + columns)[:, :, None] + d
+                scales = (address + scale_at).to(tl.pointer_type(tl.bfloat16)) + s * (row_bytes // 2) + head * 2
+                scales += is_value
+                here = place + (s * wide_row + wide_columns)[:, :, None] + d
+                if OUT:
+                    x = tl.load(here, inside, other=0.0).to(tl.float32)
+                    scale = (tl.max(tl.abs(x), 2) * (1.0078125 / 127)).to(tl.bfloat16)
+                    steps = x / tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)[:, :, None]
+                    at = ((page * page_size + s) * num_heads * 2 + h)[:, :, None] * TILE_D + d
+                    steps = tl.floor(steps + (mixed_bits(seed, at) >> 8).to(tl.float32) * (1.0 / (1 << 24)))
+                    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+                    tl.debug_barrier()
+                    tl.store(rest, steps.to(tl.int8), inside)
+                    tl.store(scales, scale, exists)
+                else:
+                    scale = tl.load(scales, exists, other=0.0).to(tl.float32)
+                    x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, :, None]
+                    tl.debug_barrier()
+                    tl.store(here, x.to(buffer.dtype.element_ty), inside)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oomb import triton_kernels
 from oomb.attention import sparse, sparse_reference
-from oomb.memory import GPU, HOST, Tiers
+from oomb.memory import GPU, HOST, Tiers, batch
 from oomb.memory.chosen import ChosenPages, PageView
 from oomb.quantise import SCALE_DTYPE, dequantise, quantise
 
@@ -40,6 +40,8 @@ def follow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
     for name in ("launch_forward", "launch_dq", "launch_dkv"):
         patch.setattr(sparse, name, getattr(memory, name))
+    patch.setattr(batch, "is_available", lambda: True)
+    patch.setattr(batch, "copy_all", memory.copy_all)
     for name in ("mark", "number", "move", "widen"):
         patch.setattr(triton_kernels, f"{name}_kernel", Kernel(getattr(memory, name)))
 
@@ -99,6 +101,10 @@ class Memory:
         for number, page in zip(numbers, near.base.chunk(len(numbers)), strict=True):
             self.page(grads, number).copy_(page)
 
+    def copy_all(self, targets: Tensor, sources: Tensor, num_bytes: int, stream: int) -> None:
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            self.at(target, num_bytes).copy_(self.at(source, num_bytes))
+
     def mark(self, places: Tensor, chosen: Tensor, num_chosen: int, edge: int, **_: Any) -> None:
         page = chosen.flatten()[:num_chosen].long()
         places[page[page >= edge]] = -1
@@ -127,13 +133,19 @@ class Memory:
     def widen(
         self, which: Tensor, count: Tensor, addresses: Tensor, buffer: Tensor, touched: Tensor, seed: int, size: int,
         num_heads: int, k_size: int, v_size: int, row_bytes: int, value_at: int, scale_at: int, wide_row: int,
-        wide_value_at: int, num_rows: int, *_: int, OUT: bool, **__: Any,
+        wide_value_at: int, num_rows: int, flags_b: int, edge: int, *, OUT: bool, **__: Any,
     ) -> None:  # fmt: skip
         for index, page in enumerate(which[: int(count[0])].tolist()):
             if num_rows and not touched[:, page].any():
                 continue
-            rest = self.at(int(addresses[page]), size * row_bytes).view(size, row_bytes)
-            wide = buffer[index * size * wide_row : (index + 1) * size * wide_row].view(size, wide_row)
+            place = buffer[index * size * wide_row : (index + 1) * size * wide_row]
+            wide = place.view(size, wide_row)
+            at_rest = self.at(int(addresses[page]), size * row_bytes)
+            if page >= edge:
+                whole = place.view(torch.uint8)
+                at_rest = whole[: size * row_bytes] if OUT else whole[-size * row_bytes :].clone()
+                wide = wide.clone() if OUT else wide
+            rest = at_rest.view(size, row_bytes)
             scales = rest[:, scale_at : scale_at + 4 * num_heads].view(SCALE_DTYPE).view(size, num_heads, 2)
             for part, (at, wide_at, width) in enumerate(((0, 0, k_size), (value_at, wide_value_at, v_size))):
                 numbers = rest[:, at : at + num_heads * width].view(torch.int8).view(size, num_heads, width)

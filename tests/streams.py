@@ -66,6 +66,9 @@ class LateCopies(Copier):
             late.is_done = True
             self.num_late += 1
 
+    def finish(self, event: LateCopy | None) -> None:
+        self.wait(event)
+
     def drain(self) -> None:
         for queue in self.queues.values():
             while queue:
@@ -109,10 +112,14 @@ class Clocks(Copier):
     def wait(self, event: Event) -> None:
         self._learn(COMPUTE, event)
 
+    def finish(self, event: Event) -> None:
+        # What is asked of a stream after this comes after it.
+        for who in (COMPUTE, LOADS, STORES):
+            self._learn(who, event)
+
     def drain(self) -> None:
         for event in [self._event(who) for who in (COMPUTE, LOADS, STORES)]:
-            for who in (COMPUTE, LOADS, STORES):
-                self._learn(who, event)
+            self.finish(event)
 
     def track(self, slab: Tensor) -> None:
         storage = slab.untyped_storage()

@@ -3,6 +3,7 @@ interpreter; and the engine on top of them."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 import oomb
 from oomb import plan, triton_kernels
 from oomb.attention import reference, sparse, sparse_reference
+from oomb.memory import batch
 from oomb.memory import chosen as chosen_module
 from oomb.memory.chosen import ChosenPages, PageView
 
@@ -260,6 +262,13 @@ def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(chosen_module.ChosenPages, "__init__", with_triton)
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
+    patch.setattr(batch, "is_available", lambda: True)
+    patch.setattr(batch, "copy_all", copy_all)
+
+
+def copy_all(targets: Tensor, sources: Tensor, num_bytes: int, stream: int) -> None:
+    for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+        ctypes.memmove(target, source, num_bytes)
 
 
 @pytest.fixture
@@ -290,6 +299,9 @@ def test_the_engine_with_kernels(config: dict[str, Any], with_kernels: None, mon
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     found = gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "is_available", lambda: False)
+        assert torch.equal(found, gradients()), "pages moved by kernels throughout"
     if ON_GPU:
         assert torch.equal(found, gradients()), "twice the same"
         expected = gradients(kernels="torch")

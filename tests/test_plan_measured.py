@@ -15,9 +15,9 @@ from oomb.metrics import GIB
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
-# What was measured on one H200 (PyTorch 2.11, bfloat16, three chunks): model, LoRA (adapters in bfloat16 or in float32),
-# chunk size, checkpointed, fused, bytes allocated before the step, and the peak of the gradient pass above weights,
-# gradients and pages; all in GiB.
+# What was measured on one H200 (PyTorch 2.11, bfloat16, three chunks): model, LoRA and whether its adapters are in
+# float32, chunk size, checkpointed, fused, bytes allocated before the step, and the peak of the gradient pass above
+# weights, gradients and pages; all in GiB.
 PEAKS = [
     ("qwen2.5-7b", None, 8192, True, True, 14.27, 4.92),
     ("qwen2.5-7b", None, 4096, True, True, 14.27, 3.26),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import oomb
 from oomb import plan
-from oomb.memory import pair
+from oomb.memory import batch, pair
 from oomb.quantise import LEVELS, dequantise, quantise
 
 ON_GPU = torch.cuda.is_available()
@@ -60,57 +60,68 @@ def test_eight_bits_take_half_of_sixteen() -> None:
     assert (short, wide) == (1040, 2048)
 
 
-@pytest.mark.parametrize("num_rows", [0, 2])
+@pytest.mark.parametrize(("num_rows", "edge"), [(0, 5), (2, 5), (0, 2), (2, 0)])
 @pytest.mark.parametrize(
     ("shape", "tiles"),
     [
         ((2, 3, 24, 16, 8), {}),
-        ((2, 3, 24, 16, 8), {"TILE_S": 2, "TILE_H": 4}),
+        ((2, 3, 24, 16, 9), {"TILE_S": 2}),
         ((1, 1, 64, 64, 40), {"TILE_S": 16}),
         ((1, 2, 80, 128, 16), {}),
     ],
     ids=str,
 )
-def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int) -> None:
-    """Against `quantise`, from pages at scattered addresses and back."""
+def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int, edge: int) -> None:
+    """Against `quantise`, from pages at scattered addresses and back; those from `edge` on wait in the buffer."""
     pytest.importorskip("triton")
     from oomb.triton_kernels import widen_kernel, widen_tiles
 
     B, K, D, V, S = shape
-    P = 5
+    P, chosen = 5, (3, 0, 4)
     row, wide = pair((B, K, D), (B, K, V), torch.int8), pair((B, K, D), (B, K, V), torch.float32)
     pages = torch.zeros(P, S * row.num_bytes, dtype=torch.uint8, device=DEVICE)
     values = [torch.randn(B, K, P * S, size, device=DEVICE) for size in (D, V)]
     row.write(row.views(pages.flatten(), P * S), values)
     addresses = torch.tensor([pages[p].data_ptr() for p in range(P)], device=DEVICE)
-    which = torch.tensor([3, 0, 4, -1], dtype=torch.int32, device=DEVICE)
+    which = torch.tensor([*chosen, -1], dtype=torch.int32, device=DEVICE)
     count = torch.tensor([3], dtype=torch.int32, device=DEVICE)
-    buffer = torch.zeros(3, S, wide.num_bytes // 4, device=DEVICE)
+    buffer = torch.zeros(3, S * wide.num_bytes // 4, device=DEVICE)
+    places = buffer.view(torch.uint8)
     flags = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 0]], dtype=torch.uint8, device=DEVICE)
+    held = [num_rows == 0 or p != 4 for p in chosen]
 
     def move(is_out: bool, rows: int, seed: int = 0) -> None:
         widen_kernel[(2,)](
             which, count, addresses, buffer, flags, seed, S, B * K, D, V, row.num_bytes, row.fields[1][0],
-            row.fields[2][0], wide.num_bytes // 4, wide.fields[1][0] // 4, rows, P, OUT=is_out,
+            row.fields[2][0], wide.num_bytes // 4, wide.fields[1][0] // 4, rows, P, edge, OUT=is_out,
             **{**widen_tiles(B * K, max(D, V)), **tiles},
         )  # fmt: skip
 
+    for place, p, holds in zip(places, chosen, held, strict=True):
+        if p >= edge and holds:
+            place[-pages.shape[1] :] = pages[p]
+            # Nothing is read where it was.
+            addresses[p] = 0
     move(False, num_rows)
-    found = wide.views(buffer.view(torch.uint8).flatten(), 3 * S)
+    found = wide.views(places.flatten(), 3 * S)
     expected = row.read(row.views(pages.flatten(), P * S))
     for x, y in zip(found, expected, strict=True):
-        for i, p in enumerate((3, 0, 4)):
-            held = num_rows == 0 or p != 4
-            assert torch.equal(x[:, :, i * S : (i + 1) * S], y[:, :, p * S : (p + 1) * S] * held)
+        for i, p in enumerate(chosen):
+            assert torch.equal(x[:, :, i * S : (i + 1) * S], y[:, :, p * S : (p + 1) * S] * held[i])
     # Back again: numbers on the grid stay as they are, whatever the seed; others are rounded at random.
     before = pages.clone()
     for x in found:
         x.copy_(torch.randn_like(x) * 3)
+    given = [x.clone() for x in found]
     move(True, 0, seed=9)
     assert torch.equal(pages[[1, 2]], before[[1, 2]]), "what was not chosen is left alone"
+    for place, p in zip(places, chosen, strict=True):
+        if p >= edge:
+            assert torch.equal(pages[p], before[p])
+            pages[p] = place[: pages.shape[1]]
     narrowed = row.read(row.views(pages.flatten(), P * S))
-    for x, y in zip(found, narrowed, strict=True):
-        for i, p in enumerate((3, 0, 4)):
+    for x, y in zip(given, narrowed, strict=True):
+        for i, p in enumerate(chosen):
             here = x[:, :, i * S : (i + 1) * S]
             off = (y[:, :, p * S : (p + 1) * S] - here).abs()
             assert (off <= 1.03 / LEVELS * here.abs().amax(-1, keepdim=True)).all()
@@ -152,6 +163,9 @@ def test_the_way_of_a_gpu(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         go_the_way_of_a_gpu(patch)
         short = {"kv_dtype": "int8", "grad_dtype": "int8"}
         found = gradients(model, ids, **config, **short)
+        with patch.context() as inner:
+            inner.setattr(batch, "is_available", lambda: False)
+            assert torch.equal(found, gradients(model, ids, **config, **short)), "pages moved by kernels throughout"
         if ON_GPU:
             assert torch.equal(found, gradients(model, ids, **config, **short)), "twice the same"
     assert relative_error(found, exact) < 0.05

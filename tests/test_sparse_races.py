@@ -30,7 +30,7 @@ from followed import Kernel, follow, memory_for
 import oomb
 from oomb import plan, triton_kernels
 from oomb.attention import sparse
-from oomb.memory import Tiers
+from oomb.memory import Tiers, batch
 from oomb.memory.chosen import ChosenPages
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
 
@@ -248,6 +248,38 @@ def test_without_a_wait_there_is_a_race(wait: str, monkeypatch: pytest.MonkeyPat
     assert race in races(name, "host", 0, mutate)
 
 
+def test_the_cpu_waits_for_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(monkeypatch)
+    monkeypatch.setattr(LateCopies, "finish", lambda self, event: None)
+    model = copy.deepcopy(tiny("three layers"))
+    empty = torch.empty
+    # What is not there yet is page 0 throughout.
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).zero_())
+    found = results(model, engine_of(model, "gradients on the host", KEPT[0], LateCopies()))
+    assert not are_equal(found, expected_results("three layers"))
+
+
+@pytest.mark.parametrize(("place", "kinds"), [("host", {"kv", "grad"}), ("gradients split", {"grad"}), ("gpu", set())])
+def test_engines_bring_what_the_cpu_knows(place: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the gradient pass all pages from the host, and gradients back; before it, and for the last chunk, kernels."""
+    follow(monkeypatch)
+    bring, by_engines, by_kernels = ChosenPages._bring, set(), set()
+
+    def watched(self: ChosenPages, kind: str, layer: int, start: int, *args: Any) -> None:
+        (by_engines if self._goes_by_engines(kind, layer, start) else by_kernels).add((kind, start))
+        bring(self, kind, layer, start, *args)
+
+    monkeypatch.setattr(ChosenPages, "_bring", watched)
+    copied, copy_all = [], batch.copy_all
+    monkeypatch.setattr(batch, "copy_all", lambda *args: (copied.append(len(args[0])), copy_all(*args)))
+    model = copy.deepcopy(tiny("three layers"))
+    engine_of(model, place, KEPT[0]).loss(random_ids(1, LENGTH)).backward()
+    assert {kind for kind, _ in by_engines} == kinds and (sum(copied) > 0) == bool(kinds)
+    last = LENGTH // SIZES["chunk_size"] * SIZES["chunk_size"]
+    assert all(start < last for _, start in by_engines)
+    assert all(kind == "kv" or start == last for kind, start in by_kernels)
+
+
 @pytest.mark.parametrize(
     ("name", "place", "kept"),
     [*CASES[2:], ("three layers", "gradients split", 0), ("capped windows", "host", 0), ("capped windows", "gpu", 1)],
@@ -333,14 +365,15 @@ def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model, "host", KEPT[0])
     send, count = ChosenPages._store, torch.tensor([5, 0, 0, 0], dtype=torch.int32)
 
-    def send_much(self: ChosenPages, layer: int, data: Tensor, seed: int) -> Event:
+    def send_much(self: ChosenPages, *args: Any) -> Event:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ChosenPages, "_page_bytes", lambda *args: 2**30)
             patch.setattr(ChosenPages, "_parts", lambda *args: (count, count, count, torch.arange(6)))
             patch.setattr(triton_kernels, "move_kernel", Kernel(lambda *args, **settings: None))
-            return send(self, layer, data, seed)
+            return send(self, *args)
 
     monkeypatch.setattr(ChosenPages, "_store", send_much)
+    monkeypatch.setattr(batch, "copy_all", lambda *args: None)
     engine.loss(random_ids(1, 32)).backward()
     assert engine.stats.stored_bytes >= 5 * 2**30
 

@@ -7,6 +7,8 @@ rows.py      how a token's bytes lie, and how a past is cut
 store.py     the pages of one sequence
 past.py      what a chunk sees of a layer's pages
 chosen.py    those of them that sparse attention has chosen
+known.py     what was chosen, for the CPU
+batch.py     many copies in one call, by copy engines
 """
 
 from oomb.memory.chosen import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen, table_bytes

@@ -1,9 +1,11 @@
 """Chosen pages of a sequence, as sparse attention sees them: what was chosen, summaries of the pages, and the pages
 themselves brought together on the GPU.
 
-Pages on the GPU are read where they lie, by kernels that follow addresses. Those on the host come into a buffer through
-a kernel that reads pinned memory by itself: which they are is known on the GPU alone, and nothing here waits to learn
-it. Where such kernels cannot run (on a CPU, or without Triton) all chosen pages are copied into the buffer one by one.
+Pages on the GPU are read where they lie, by kernels that follow addresses. Those on the host come into a buffer. In the
+fill pass a kernel brings them that reads pinned memory by itself: which they are is known on the GPU alone, and nothing
+here waits to learn it. In the gradient pass the choices are old, so the CPU has them fetched a chunk ahead, and copy
+engines bring the pages and take gradients back, which costs the computation beside them nothing. Where kernels cannot
+run (on a CPU, or without Triton) all chosen pages are copied into the buffer one by one.
 
 B batch, K key/value heads, D head size, P pages, N tiles, C pages chosen per tile.
 """
@@ -20,6 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from oomb.memory import batch
+from oomb.memory.known import KnownChoices
 from oomb.memory.pages import GPU, HOST
 from oomb.memory.transfer import Event, Load, Ring
 
@@ -30,8 +34,8 @@ HAS_TRITON = find_spec("triton") is not None
 NUM_BUFFERS = {"kv": 2, "grad": 3}
 """One in use, one on its way here; and of gradients one on its way back."""
 NUM_PROGRAMS, NUM_WARPS = 8, 16
-"""Of the kernel that moves pages. On an H200, 8 programs of 16 warps read pinned memory at 51 GB/s and slow a matrix
-product beside them by 2 to 3%."""
+"""Of the kernel that moves pages. On an H200, 8 programs of 16 warps read pinned memory at 48 GB/s and slow a matrix
+product beside them by 8%; those that write to it, by 26%; both together make it take twice its time."""
 MOST_SHORT = 2**15 - 1
 Flags = tuple[Tensor, int, int]
 """Which pages hold anything: a table by sequence and page, the number of its rows (0: all do), and their distance."""
@@ -122,6 +126,8 @@ class ChosenPages:
         self.num_summarised = dict.fromkeys(self.layers, 0)
         self.chosen_done: dict[int, Event] = {}
         self._addresses: dict[tuple[str, int], Tensor] = {}
+        self._rests: dict[tuple[str, int], Tensor] = {}
+        """The same, for the CPU."""
         num_chunks = store.capacity // store.chunk_size
         shape = num_chunks, self.batch_size, choosing.num_tiles(store.chunk_size), min(choosing.budget, self.num_pages)
         for layer in self.layers:
@@ -132,13 +138,17 @@ class ChosenPages:
                 self.touched[layer] = store.tiers.table((self.batch_size, self.num_pages), torch.uint8).zero_()
             table = shape if trains else (1, *shape[1:])
             self.choices[layer] = store.tiers.table(table, choice_dtype(self.num_pages))
-        self._known: dict[int, set[int]] = {layer: set() for layer in self.layers}
+        self._made: dict[int, set[int]] = {layer: set() for layer in self.layers}
+        self._latest: dict[int, int] = {}
+        """Start of the chunk for which a layer has chosen last. The CPU does not know what."""
+        self.known = KnownChoices(store.tiers, self.choices, store.chunk_size, self.num_pages)
 
     def close(self) -> None:
         """Gives up the tables. Their memory is the computation's to use again, and stores on their way read addresses
         in it: it waits for them."""
         for layer in self.layers:
             self.store.tiers.copier.wait(self.store.stored.get(("grad", layer)))
+        self.known.close()
         for tables in (self.means, self.touched, self.choices, self._addresses):
             tables.clear()
 
@@ -154,7 +164,7 @@ class ChosenPages:
 
     def choice(self, layer: int, start: int, end: int) -> Tensor | None:
         """[B, N, C] of the chunk, if it has been made."""
-        if start not in self._known[layer]:
+        if start not in self._made[layer]:
             return None
         num_tiles = self.choosing.num_tiles(end - start)
         num_chosen = min(self.choosing.budget, start // self.store.page_size)
@@ -165,8 +175,9 @@ class ChosenPages:
         """Notes a choice; pages on the host set out at once. `follows`: attention will follow addresses."""
         self.follows[layer] = follows and self.uses_kernels
         if not self.trains:
-            self._known[layer].clear()
-        self._known[layer].add(start)
+            self._made[layer].clear()
+        self._made[layer].add(start)
+        self._latest[layer] = start
         choice = self.choice(layer, start, end)
         assert choice is not None and choice.shape == chosen_BNC.shape
         choice.copy_(chosen_BNC)
@@ -211,7 +222,7 @@ class ChosenPages:
                 yield self._view(kind, layer, start, data, places, seed)
                 if writes:
                     self._touch(layer, start, end)
-                    free_after = self._store(layer, slot.bytes, seed)
+                    free_after = self._store(layer, start, end, slot.bytes, seed)
             else:
                 pages = self._unique(layer, start, end)
                 with self._gathered(kind, layer, pages, slot.bytes, seed if writes else None) as (data, places):
@@ -272,6 +283,8 @@ class ChosenPages:
         choice = self.choice(layer, start, end)
         assert choice is not None
         self.touched[layer].scatter_(1, choice.flatten(1).long(), 1)
+        if self.uses_engines and self.store.gpu_pages["grad"] < self.num_pages:
+            self.known.touch(layer, self._known_pages(layer, start, end))
 
     def _is_at_hand(self, kind: str, layer: int, start: int) -> bool:
         is_near = start <= self.store.gpu_pages[kind] * self.store.page_size
@@ -291,8 +304,8 @@ class ChosenPages:
         """Addresses [P] of the pages."""
         if (kind, layer) not in self._addresses:
             for each in self.layers:
-                address = torch.tensor(self.store.addresses(kind, each), dtype=torch.int64)
-                self._addresses[kind, each] = address.to(self.device)
+                address = torch.tensor(self.store.addresses(kind, each), dtype=torch.int64, device="cpu")
+                self._rests[kind, each], self._addresses[kind, each] = address, address.to(self.device)
             self.chosen_done |= dict.fromkeys(self.layers, self.store.tiers.copier.mark())
         return self._addresses[kind, layer]
 
@@ -325,6 +338,9 @@ class ChosenPages:
         self._table(kind, layer)
         after = self.store.stored.get((kind, layer)), self.chosen_done.get(layer)
         if self.follows[layer]:
+            if self._goes_by_engines(kind, layer, start):
+                # Here, since it may have them fetched.
+                self._known_pages(layer, start, end)
             return Load(key, ring, (), after, lambda data: self._bring(kind, layer, start, end, data))
         page_bytes = self._page_bytes(kind, layer)
         pieces = tuple(
@@ -353,51 +369,99 @@ class ChosenPages:
 
         choice, (_, places, count, which) = self.choice(layer, start, end), self._parts(data, kind, layer)
         assert choice is not None
-        flags, num_rows, flags_b = self._flags(kind, layer)
-        # Pages in 8 bits become wide on their way, so they are brought in from the GPU's own memory too.
-        edge = 0 if self._is_quantised(kind, layer) else self.store.gpu_pages[kind]
-        moved = self.store.tiers.copier.moved_bytes
+        flags = self._flags(kind, layer)
+        moved, by_engines = self.store.tiers.copier.moved_bytes, self._goes_by_engines(kind, layer, start)
         places.copy_(self._table(kind, layer))
+        if by_engines:
+            in_buffer, at_rest = self._far(kind, layer, start, end, data, is_out=False)
+            batch.copy_all(in_buffer, at_rest, self._page_bytes(kind, layer), self._stream())
         with torch.cuda.device_of(data):
-            mark_kernel[(-(-choice.numel() // 1024),)](places, choice, choice.numel(), edge, TILE=1024)
+            mark_kernel[(-(-choice.numel() // 1024),)](
+                places, choice, choice.numel(), self._first_in_buffer(kind, layer), TILE=1024
+            )
             number_kernel[(1,)](
-                places, which, count, moved[0:], flags, data.data_ptr(), self._working_bytes(kind, layer),
-                self._page_bytes(kind, layer), self.store.gpu_pages[kind], self.num_pages, num_rows, flags_b, TILE=1024,
+                places, which, count, moved[0:], flags[0], data.data_ptr(), self._working_bytes(kind, layer),
+                self._page_bytes(kind, layer), self.store.gpu_pages[kind], self.num_pages, *flags[1:], TILE=1024,
             )  # fmt: skip
-            self._move(kind, layer, data, (flags, num_rows, flags_b), is_out=False, seed=0)
+            self._move(kind, layer, data, flags, by_engines, is_out=False)
 
-    def _move(self, kind: str, layer: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int) -> None:
-        """Copies the numbered pages between where they rest and the buffer; 8-bit ones become wide, or narrow again."""
+    def _store(self, layer: int, start: int, end: int, data: Tensor, seed: int) -> Event:
+        by_engines, page_bytes = self._goes_by_engines("grad", layer, start), self._page_bytes("grad", layer)
+        far = self._far("grad", layer, start, end, data, is_out=True) if by_engines else None
+
+        def send() -> None:
+            _, _, count, which = self._parts(data, "grad", layer)
+            moved, edge = self.store.tiers.copier.moved_bytes, self.store.gpu_pages["grad"]
+            with torch.cuda.device_of(data):
+                self._move("grad", layer, data, (which, 0, 0), by_engines, is_out=True, seed=seed)
+                # Of the chosen, those on the host.
+                numbers = torch.arange(len(which), device=which.device)
+                moved[1] += ((numbers < count[0]) & (which >= edge)).sum() * page_bytes
+            if far is not None:
+                in_buffer, at_rest = far
+                batch.copy_all(at_rest, in_buffer, page_bytes, self._stream())
+
+        return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())
+
+    def _move(
+        self, kind: str, layer: int, data: Tensor, flags: Flags, by_engines: bool, *, is_out: bool, seed: int = 0
+    ) -> None:
+        """Copies the numbered pages between where they rest and the buffer, as far as engines do not; 8-bit ones become
+        wide, or narrow again."""
         from oomb.triton_kernels import move_kernel, widen_kernel, widen_tiles
 
         pages, _, count, which = self._parts(data, kind, layer)
         address, spec = self._table(kind, layer), self.store.layers[layer]
         if not self._is_quantised(kind, layer):
-            move_kernel[(NUM_PROGRAMS,)](
-                which, count, address, pages, flags[0], self._page_bytes(kind, layer) // 4, *flags[1:], OUT=is_out,
-                TILE=4096, num_warps=NUM_WARPS,
-            )  # fmt: skip
+            if not by_engines:
+                move_kernel[(NUM_PROGRAMS,)](
+                    which, count, address, pages, flags[0], self._page_bytes(kind, layer) // 4, *flags[1:], OUT=is_out,
+                    TILE=4096, num_warps=NUM_WARPS,
+                )  # fmt: skip
             return
-        (_, _, (batch, heads, k_size), _), (value_at, _, (_, _, v_size), _), (scale_at, *_) = spec.row(kind).fields
-        working = spec.working(kind)
-        base = pages.view(spec.dtype)
+        (_, _, (batch_size, heads, k_size), _), (value_at, _, (_, _, v_size), _), (scale_at, *_) = spec.row(kind).fields
+        working, edge = spec.working(kind), self.store.gpu_pages[kind]
         # Pages on the GPU are limited by latency alone, and in the fill pass all the computation waits for them.
-        is_near = 2 * self.store.gpu_pages[kind] > self.num_pages
+        is_near = by_engines or 2 * edge > self.num_pages
         widen_kernel[(NUM_PROGRAMS * (16 if is_near else 2),)](
-            which, count, address, base, flags[0], seed, self.store.page_size, batch * heads, k_size, v_size,
-            spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
-            working.fields[1][0] // spec.dtype.itemsize, *flags[1:], OUT=is_out,
-            **widen_tiles(batch * heads, max(k_size, v_size)), num_warps=NUM_WARPS,
+            which, count, address, pages.view(spec.dtype), flags[0], seed, self.store.page_size, batch_size * heads,
+            k_size, v_size, spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
+            working.fields[1][0] // spec.dtype.itemsize, *flags[1:], edge if by_engines else self.num_pages, OUT=is_out,
+            **widen_tiles(batch_size * heads, max(k_size, v_size)), num_warps=NUM_WARPS,
         )  # fmt: skip
 
-    def _store(self, layer: int, data: Tensor, seed: int) -> Event:
-        def send() -> None:
-            _, _, count, which = self._parts(data, "grad", layer)
-            moved, edge = self.store.tiers.copier.moved_bytes, self.store.gpu_pages["grad"]
-            with torch.cuda.device_of(data):
-                self._move("grad", layer, data, (which, 0, 0), is_out=True, seed=seed)
-                # Of the chosen, those on the host.
-                numbers = torch.arange(len(which), device=which.device)
-                moved[1] += ((numbers < count[0]) & (which >= edge)).sum() * self._page_bytes("grad", layer)
+    @property
+    def uses_engines(self) -> bool:
+        """Whether copy engines bring pages once the CPU knows which."""
+        return self.trains and self.uses_kernels and batch.is_available()
 
-        return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())
+    def _goes_by_engines(self, kind: str, layer: int, start: int) -> bool:
+        # A page in 8 bits waits at the end of its place in the buffer, which must be large enough.
+        fits = self._page_bytes(kind, layer) <= self._working_bytes(kind, layer)
+        return self.uses_engines and fits and self._latest.get(layer) != start
+
+    def _first_in_buffer(self, kind: str, layer: int) -> int:
+        """Chosen pages from this one on have a place in the buffer: those on the host, and all in 8 bits, since they
+        become wide on their way."""
+        return 0 if self._is_quantised(kind, layer) else self.store.gpu_pages[kind]
+
+    def _far(self, kind: str, layer: int, start: int, end: int, data: Tensor, *, is_out: bool) -> tuple[Tensor, Tensor]:
+        """Addresses of the chosen pages that are copied from or to the host: in the buffer, and at rest. Before they
+        become wide, pages in 8 bits lie at the end of their places; narrow again, at the beginning."""
+        pages = self._known_pages(layer, start, end)
+        pages = pages[pages >= self._first_in_buffer(kind, layer)]
+        is_far = pages >= self.store.gpu_pages[kind]
+        if kind == "grad" and not is_out:
+            is_far &= self.known.are_touched(layer, pages)
+        places = torch.arange(len(pages), device="cpu")[is_far] * self._working_bytes(kind, layer) + data.data_ptr()
+        if not is_out:
+            places += self._working_bytes(kind, layer) - self._page_bytes(kind, layer)
+        return places, self._rests[kind, layer][pages[is_far]]
+
+    def _known_pages(self, layer: int, start: int, end: int) -> Tensor:
+        choice = self.choice(layer, start, end)
+        assert choice is not None
+        return self.known.pages(layer, start, choice.numel(), self.chosen_done.values())
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0

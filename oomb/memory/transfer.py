@@ -78,6 +78,11 @@ class Copier:
         self._waits.append((begin, end))
         self._count_waits()
 
+    def finish(self, event: Event) -> None:
+        """Waits for `event` on the host, which reads what was copied there."""
+        if event is not None:
+            event.synchronize()
+
     def drain(self) -> None:
         """Waits for everything, on the host: before memory that copies may still touch is given away."""
         if self.is_async:
