@@ -121,11 +121,16 @@ class ChunkClock:
         return a.elapsed_time(b) / 1000 if self.on_gpu else b - a
 
 
-class Profile:
-    """Progress of an engine: keeps the clock, and profiles windows of each pass."""
+class Enough(Exception):
+    """A profile has all its windows."""
 
-    def __init__(self, clock: ChunkClock, num_windows: int, width: int) -> None:
-        self.clock, self.num_windows, self.width = clock, num_windows, width
+
+class Profile:
+    """Progress of an engine: keeps the clock, and profiles windows of each pass. Those of the gradient pass lie in its
+    first `most_back` chunks; if there are more, it is then broken off with `Enough`."""
+
+    def __init__(self, clock: ChunkClock, num_windows: int, width: int, most_back: int | None = None) -> None:
+        self.clock, self.num_windows, self.width, self.most_back = clock, num_windows, width, most_back
         self.windows: dict[str, list[Window]] = {}
         # It wants to be used first in the thread that has imported torch, and takes seconds to wake up.
         with torch.profiler.profile(activities=ACTIVITIES):
@@ -136,8 +141,9 @@ class Profile:
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         self.clock(phase, done, total)
+        last = min(total, self.most_back) if self.most_back and phase == "gradient" else total
         if phase not in self.windows:
-            self.windows[phase] = windows(total, self.num_windows, self.width)
+            self.windows[phase] = windows(last, self.num_windows, self.width)
         for window in self.windows[phase]:
             if done in (window.first, window.last):
                 torch.cuda._sleep(1)
@@ -146,6 +152,8 @@ class Profile:
                 window.kernels.extend(self._thread.submit(self._stop).result())
         if any(done == window.first - 1 for window in self.windows[phase]):
             self._thread.submit(self._start).result()
+        if done == last < total:
+            raise Enough
 
     def _start(self) -> None:
         self._profiler = torch.profiler.profile(activities=ACTIVITIES)
@@ -235,14 +243,15 @@ def _count_gap(nanoseconds: Counter[str], begin: int, end: int, moving: Sequence
     nanoseconds[IDLE] += end - begin - waited
 
 
-def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[str, Any]:
-    """A pass by kind of work, from its windows; beside it what the clock says of the same chunks and of the others."""
+def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float], num_chunks: int) -> dict[str, Any]:
+    """A pass of `num_chunks` chunks by kind of work, from its windows; beside it what the clock says of the same chunks
+    and of the others. If it was broken off, what was done of it is taken for all."""
     seconds: defaultdict[str, float] = defaultdict(float)
     by_kernels = by_events = profiled = others = 0.0
     for part in parts:
-        found, width, num_chunks = account(part.kernels), part.last - part.first, part.end - part.begin
+        found, width, num_alike = account(part.kernels), part.last - part.first, part.end - part.begin
         for kind, total in found.items():
-            seconds[kind] += total / width * num_chunks
+            seconds[kind] += total / width * num_alike * num_chunks / parts[-1].end
         measured = sum(chunk_seconds[part.first : part.last])
         by_kernels += sum(found.values())
         by_events += measured
@@ -250,15 +259,15 @@ def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[
         held_up = {0, *range(part.first - 1, part.last + 1)}
         rest = [chunk_seconds[i] for i in range(part.begin, part.end) if i not in held_up]
         if rest:
-            profiled += measured / width * num_chunks
-            others += sum(rest) / len(rest) * num_chunks
+            profiled += measured / width * num_alike
+            others += sum(rest) / len(rest) * num_alike
     return {
         "seconds": dict(seconds),
         "kernels_seconds": by_kernels,
         "events_seconds": by_events,
         "slowdown": profiled / others if others else None,
         "num_profiled": sum(part.last - part.first for part in parts),
-        "num_chunks": len(chunk_seconds),
+        "num_chunks": num_chunks,
     }
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from kernel_times import ChunkClock, Profile, clocks_problem, whole_pass
+from kernel_times import ChunkClock, Enough, Profile, clocks_problem, whole_pass
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -58,9 +58,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 often has to give."""
 PROFILED = "128K,1M"
 """Contexts of "times" whose kernels are recorded, where there is a GPU."""
-PROFILED_APART = 2**18
-"""A step up to so long is taken twice, and its time is that without the profiler. A longer one is taken once: the few
-seconds that the profiler holds it up are in its time."""
+MOST_BACK = 48
+"""Chunks of the gradient pass after which a profiled step is broken off: with few pages for each tile they are all
+alike. A step's time is that of another without the profiler, which holds it up for seconds."""
 WARM_UP_CHUNKS = 16
 """With chunks of 4096, every variant of the kernels that choose pages has been built by then."""
 NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
@@ -107,7 +107,10 @@ class Row:
     def read(self, profile: Profile, by_pass: dict[str, list[float]]) -> None:
         """Takes the kernels out of a profile of this step."""
         try:
-            self.kernels = {name: whole_pass(profile.windows[name], seconds) for name, seconds in by_pass.items()}
+            num_chunks = len(by_pass["fill"])
+            self.kernels = {
+                name: whole_pass(profile.windows[name], seconds, num_chunks) for name, seconds in by_pass.items()
+            }
             self.kernels_problem = clocks_problem(self.kernels)
         except RuntimeError as error:
             self.kernels_problem = str(error)
@@ -227,10 +230,10 @@ class Stand:
         self.clear()
 
     def measure(self, engine: Engine, context: int, profile: bool = False) -> Row:
-        """Time and memory of one step."""
+        """Time and memory of one step; or what its kernels take, by a step that need not come to its end."""
         row = Row(context=context, chunk_size=engine.config.chunk_size, num_layers=self.num_layers)
         ids, clock = self.ids(context), ChunkClock(self.device)
-        watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS) if profile else clock
+        watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS, MOST_BACK) if profile else clock
         try:
             begin = time.perf_counter()
             # Pinning host memory is a matter of a run's first step, as compilation is.
@@ -257,6 +260,10 @@ class Stand:
             row.waited_seconds = stats.waited_seconds
             if isinstance(watch, Profile):
                 row.read(watch, by_pass)
+        except Enough:
+            self.synchronize()
+            assert isinstance(watch, Profile)
+            row.read(watch, clock.seconds())
         except (torch.OutOfMemoryError, MemoryError) as error:
             row.seconds, row.problem = None, f"out of memory: {str(error).splitlines()[0]}"
         finally:
@@ -405,10 +412,9 @@ def run(
                 check_profiler(stand, engine)
             say(begin, "warm")
             for context in sorted(contexts):
-                at_once = context in profiled and context > PROFILED_APART
-                row = stand.measure(engine, context, profile=at_once)
+                row = stand.measure(engine, context)
                 report.add(row, path)
-                if context in profiled and not at_once:
+                if context in profiled:
                     again = stand.measure(engine, context, profile=True)
                     row.kernels, row.kernels_problem = again.kernels, again.kernels_problem or again.problem
                     report.add(row, path)

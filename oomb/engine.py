@@ -294,7 +294,7 @@ class Sequence:
                 for _ in self._walk("gradient", reversed(range(len(self.bounds)))):
                     hidden, self.last_hidden = self.last_hidden, None
                     if hidden is None:
-                        hidden = self._hidden(grad=True)
+                        hidden = self._hidden(grad=True, goes_back=True)
                     dlogp = dlogp_BT[:, self.start : self.end]
                     dhidden = self.engine.head.backward(hidden, self._targets(), dlogp, self._is_fused())
                     if hidden.requires_grad:
@@ -353,14 +353,16 @@ class Sequence:
             if self.engine.progress is not None:
                 self.engine.progress(phase, self.count.done[phase], self.count.total)
 
-    def _hidden(self, grad: bool) -> Tensor:
-        """Last hidden states [B, T, D] of the current chunk, with a graph or not."""
+    def _hidden(self, grad: bool, goes_back: bool = False) -> Tensor:
+        """Last hidden states [B, T, D] of the current chunk, with a graph or not; `goes_back`: which is walked back
+        next."""
         if self.seed is not None:
             torch.manual_seed(self.seed + self.index)
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
         checkpointed = grad and self.checkpoint_layers
         assert self.store is not None
-        self.store.expect_forward(self.start, self._own_end(), kept=grad)
+        kept_behind = self.checkpoint_layers if goes_back else None
+        self.store.expect_forward(self.start, self._own_end(), kept=grad, kept_behind=kept_behind)
         layer_calls = self.model.layer_calls(compiled=self._is_fused(), checkpointed=checkpointed)
         with layer_calls, torch.set_grad_enabled(grad):
             return self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))

@@ -267,13 +267,17 @@ def usable_bytes(machine: Machine) -> int:
 
 
 def predict_seconds(request: Request, placement: Placement, machine: Machine) -> float | None:
-    """Time of a step's forward and backward. In each pass, copies run beside the computation."""
+    """Time of a step's forward and backward. In each pass, copies run beside the computation; except that in the fill
+    pass it waits for pages that have just been chosen."""
     if machine.scale is None:
         return None
-    work, loads, stores = _work(request, placement), *_traffic(request, placement)
-    return sum(
-        max(compute / machine.scale, load / machine.link_bytes_per_second, store / machine.link_bytes_per_second)
-        for compute, load, store in zip(work, loads, stores)
+    work, link, (loads, stores, chosen) = (
+        _work(request, placement),
+        machine.link_bytes_per_second,
+        _traffic(request, placement),
+    )
+    return chosen / link + sum(
+        max(compute / machine.scale, load / link, store / link) for compute, load, store in zip(work, loads, stores)
     )
 
 
@@ -344,27 +348,29 @@ def _pairs(length: int, window: int | None) -> float:
     return window * length - window * window / 2
 
 
-def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Bytes loaded to the GPU, and bytes stored to the host, in the fill pass and in the gradient pass."""
+def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float], tuple[float, float], float]:
+    """Bytes loaded to the GPU, and bytes stored to the host, in the fill pass and in the gradient pass; and bytes of
+    chosen pages that are loaded in the fill pass beside these."""
     chunk, first = request.config.chunk_size, placement.gpu_tokens
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
-    chosen = (0.0, 0.0)
+    chosen, chosen_loads = (0.0, 0.0), 0.0
     if request.sparse_layers:
         # The same for all of them.
         chosen = _tokens_chosen(request, first), _tokens_chosen(request, placement.gpu_grad_tokens)
     for index, ((kv, grad, out), layer) in enumerate(zip(request.rows, request.facts.layers)):
         if index in request.sparse_layers:
             seen, seen_grad = chosen
+            chosen_loads += kv * seen
         else:
             seen = seen_grad = _tokens_read(chunk, placement.capacity, first, layer.window)
-        fill_loads += kv * seen
+            fill_loads += kv * seen
         fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
         if request.trains:
             grad_loads += kv * (1 if placement.keep_attention else 2) * seen + grad * seen_grad
             grad_loads += out * placement.host_out_tokens
             grad_stores += grad * seen_grad
-    return (fill_loads, grad_loads), (fill_stores, grad_stores)
+    return (fill_loads, grad_loads), (fill_stores, grad_stores), chosen_loads
 
 
 def _tokens_chosen(request: Request, first: int) -> float:

@@ -249,7 +249,9 @@ def test_windows_are_scaled_to_the_pass_and_held_to_the_clock() -> None:
     window = kernel_times.Window(0, 10, 4, 6, RECORD)
     half = 143e-6 / 2
     chunks = [9.0, half / 2, half / 2, 1.0, half, half, 1.0, half / 2, half / 2, half / 2]
-    found = kernel_times.whole_pass([window], chunks)
+    found = kernel_times.whole_pass([window], chunks, 10)
+    twice = kernel_times.whole_pass([window], chunks, 20)
+    assert twice["seconds"]["linear layers"] == pytest.approx(29e-6 * 10) and twice["slowdown"] == pytest.approx(2.0)
     assert found["seconds"]["linear layers"] == pytest.approx(29e-6 * 5)
     assert found["kernels_seconds"] == pytest.approx(143e-6) == pytest.approx(found["events_seconds"])
     assert found["slowdown"] == pytest.approx(2.0) and found["num_profiled"] == 2
@@ -276,22 +278,35 @@ def test_both_passes_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.problem is None and row.seconds is not None
 
 
-def test_long_steps_are_profiled_while_they_are_timed_and_short_ones_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_profiled_apart_and_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, bool]] = []
 
     def measure(self: sparse.Stand, engine: Engine, context: int, profile: bool = False) -> sparse.Row:
         asked.append((context, profile))
         kernels = {"fill": {"seconds": {"idle": 1.0}, "slowdown": 1.0}} if profile else None
-        return step(context, 2.0 if profile else 1.0, chunk_size=128, num_layers=1, kernels=kernels)
+        return step(context, None if profile else 1.0, chunk_size=128, num_layers=1, kernels=kernels)
 
-    monkeypatch.setattr(sparse, "PROFILED_APART", 1024)
-    monkeypatch.setattr(sparse.Stand, "measure", measure)
-    run = {"contexts": [512, 1024, 2048], "profiled": [1024, 2048], "chunk_sizes": [128], "layers": [1]}
-    report = sparse.run("times", "demo", **run, out=tmp_path, device="cpu", settings=SETTINGS)
-    assert asked[1:] == [(512, False), (1024, False), (1024, True), (2048, True)], "the first is a check"
-    assert [(row.seconds, row.kernels is not None) for row in report.rows] == [(1.0, False), (1.0, True), (2.0, True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse.Stand, "measure", measure)
+        run = {"contexts": [512, 1024, 2048], "profiled": [1024, 2048], "chunk_sizes": [128], "layers": [1]}
+        report = sparse.run("times", "demo", **run, out=tmp_path, device="cpu", settings=SETTINGS)
+    assert asked[1:] == [(512, False), (1024, False), (1024, True), (2048, False), (2048, True)], "the first is a check"
+    assert [(row.seconds, row.kernels is not None) for row in report.rows] == [(1.0, False), (1.0, True), (1.0, True)]
+    # 32 chunks in the first pass, 8 in the second.
+    monkeypatch.setattr(sparse, "MOST_BACK", 8)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    monkeypatch.setattr(kernel_times.Profile, "_start", lambda self: None)
+    monkeypatch.setattr(kernel_times.Profile, "_stop", lambda self: RECORD)
+    monkeypatch.setattr(kernel_times, "ACTIVITIES", (torch.profiler.ProfilerActivity.CPU,))
+    stand = sparse.Stand("demo", 1, "cpu", SETTINGS)
+    row = stand.measure(stand.engine(chunk_size=16), 32 * 16, profile=True)
+    assert row.kernels is not None and row.seconds is None and row.problem is None
+    assert [found["num_chunks"] for found in row.kernels.values()] == [32, 32]
+    linear = [found["seconds"]["linear layers"] / 29e-6 * found["num_profiled"] for found in row.kernels.values()]
+    # Windows of four chunks, three in the first pass and one in the second, each with the record of one.
+    assert linear == pytest.approx([3 * 32, 32])
+    assert stand.measure(stand.engine(chunk_size=16), 4 * 16).seconds, "the stand is as it was"
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:

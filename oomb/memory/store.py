@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -204,13 +205,18 @@ class PageStore:
                 dv[:, :, low - start : high - start] += later_v
         return dk, dv
 
-    def expect_forward(self, start: int, end: int, kept: bool) -> None:
-        """The layers of this chunk will run forward next; `kept` says whether attention outputs will be asked for."""
-        self.tiers.prefetcher.expect(self._forward_loads(start, end, kept))
+    def expect_forward(self, start: int, end: int, kept: bool, *, kept_behind: bool | None = None) -> None:
+        """The layers of this chunk will run forward next; `kept` says whether attention outputs will be asked for. And
+        if `kept_behind` says so of their backward, that comes right after: what it begins with sets out before."""
+        loads, name = self._forward_loads(start, end, kept), None
+        if kept_behind is not None:
+            loads, name = chain(loads, self._backward_loads(start, end, kept_behind)), (id(self), start)
+        self.tiers.prefetcher.expect(loads, name)
 
     def expect_backward(self, start: int, end: int, kept: bool) -> None:
         """The backward of this chunk will run next."""
-        self.tiers.prefetcher.expect(self._backward_loads(start, end, kept))
+        if not self.tiers.prefetcher.is_expecting((id(self), start)):
+            self.tiers.prefetcher.expect(self._backward_loads(start, end, kept))
 
     def cut(self, start: int) -> None:
         """Gives up the pages of the tokens from `start` on, which nobody reads any more."""

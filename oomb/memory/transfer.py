@@ -181,6 +181,7 @@ class Prefetcher:
         self.copier = copier
         self._coming: Iterator[Load] = iter(())
         self._next: Load | None = None
+        self._name: object = None
         self._issued: deque[Issued] = deque()
         self._started: dict[tuple[Any, ...], Issued] = {}
         """Asked for beside the forecast."""
@@ -190,12 +191,16 @@ class Prefetcher:
         if load.ring.free and load.key not in self._started:
             self._started[load.key] = self._issue(load)
 
-    def expect(self, loads: Iterable[Load]) -> None:
-        """From now on these will be asked for, in this order."""
+    def expect(self, loads: Iterable[Load], name: object = None) -> None:
+        """From now on these will be asked for, in this order. A name is for `is_expecting`."""
         self.forget()
-        self._coming = iter(loads)
+        self._coming, self._name = iter(loads), name
         self._next = next(self._coming, None)
         self._pump()
+
+    def is_expecting(self, name: object) -> bool:
+        """Whether the forecast of this name still holds."""
+        return self._name == name
 
     def take(self, load: Load) -> Slot:
         """The buffer with what was asked for, ready for the computation to read and to overwrite."""
@@ -243,4 +248,4 @@ class Prefetcher:
             load.ring.give(slot, done)
         self._issued.clear()
         self._started.clear()
-        self._coming, self._next = iter(()), None
+        self._coming, self._next, self._name = iter(()), None, None
