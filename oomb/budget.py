@@ -125,8 +125,8 @@ class Budget:
             page_size=self.config.page_size,
             gpu_tokens=placement.gpu_tokens,
             gpu_grad_tokens=placement.gpu_grad_tokens,
+            out_tokens=placement.out_tokens,
             gpu_out_tokens=placement.gpu_out_tokens,
-            keeps=placement.keep_attention,
             trains=trains,
             choosing=self._choosing(layers),
         )

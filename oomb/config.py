@@ -69,7 +69,8 @@ class Config:
 
     keep_attention: bool | Literal["auto"] = "auto"
     """Keep every layer's attention output from the fill pass, so that the gradient pass computes no attention forward.
-    Costs memory, host memory where it can, for each token: 200 KiB for a 7B model in bfloat16. "auto": if it fits."""
+    Costs memory, host memory where it can, for each token: 200 KiB for a 7B model in bfloat16. "auto": as far as it
+    fits, the last tokens first."""
 
     kv_dtype: str = "auto"
     """Precision of K and V at rest. "auto": as the model computes them. "int8": whole numbers with a scale for each

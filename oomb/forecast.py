@@ -297,11 +297,9 @@ def _work(request: Request, placement: Placement) -> tuple[float, float]:
         return fill / 1e12, 0.0
     # The head is always computed again. A frozen matrix costs no gradient of its own.
     products = layers * (1 + share_again + placement.checkpoint_layers) + 2 * head + facts.trained_matrix_elements
-    attention_again = 0.0
-    if not placement.keep_attention:
-        attention_again = _forward(request, again)
-    elif not placement.keep_last_chunk:
-        attention_again = _forward(request, length) - _forward(request, placement.capacity)
+    # The last tokens' is kept, and the very last chunk's if its graph is.
+    kept_from = placement.capacity - placement.out_tokens
+    attention_again = _forward(request, again) - _forward(request, placement.capacity) + _forward(request, kept_from)
     backward = 2 * tokens * products / MATRIX_TFLOPS + attention_again + _backward(request, length)
     return fill / 1e12, backward / 1e12
 
@@ -352,6 +350,7 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     """Bytes loaded to the GPU, and bytes stored to the host, in the fill pass and in the gradient pass; and bytes of
     chosen pages that are loaded in the fill pass beside these."""
     chunk, first = request.config.chunk_size, placement.gpu_tokens
+    kept = placement.out_tokens / max(1, placement.capacity)
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
     chosen, chosen_loads = (0.0, 0.0), 0.0
@@ -367,7 +366,7 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
             fill_loads += kv * seen
         fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
         if request.trains:
-            grad_loads += kv * (1 if placement.keep_attention else 2) * seen + grad * seen_grad
+            grad_loads += kv * (2 - kept) * seen + grad * seen_grad
             grad_loads += out * placement.host_out_tokens
             grad_stores += grad * seen_grad
     return (fill_loads, grad_loads), (fill_stores, grad_stores), chosen_loads

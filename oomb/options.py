@@ -42,7 +42,7 @@ KeepAttention = Annotated[
     typer.Option(
         "--keep_attention",
         help="Keep attention outputs from the fill pass, which saves time and takes memory that grows with the "
-        "context: auto (if they fit), true or false.",
+        "context: auto (as many as fit), true or false.",
         rich_help_panel=ENGINE,
     ),
 ]

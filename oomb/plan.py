@@ -59,6 +59,8 @@ MARGIN = 0.9
 """Share of what is left that "auto" gives to pages, and at which a chunk's activations count as fitting."""
 OPTIONAL_SHARE = 0.75
 """Share of the free host memory up to which attention outputs are kept there without being asked for."""
+LEAST_KEPT = 1 / 16
+"""Share of the tokens whose attention outputs are worth the trouble of keeping them."""
 CPU_OPTIONAL_SHARE = 0.25
 """The same for a model on a CPU, where weights, activations and pages compete for one memory."""
 
@@ -130,15 +132,16 @@ class Placement:
 
     checkpoint_layers: bool
     keep_last_chunk: bool
-    keep_attention: bool
     capacity: int
     """Tokens that later chunks read: all but those of the last chunk."""
     gpu_tokens: int
     """Tokens whose K and V lie on the GPU; the rest of `capacity` lies on the host."""
     gpu_grad_tokens: int
     """The same for their gradients. With chosen pages K and V go first: the fill pass waits for them."""
+    out_tokens: int
+    """The last so many of `capacity` have their attention outputs kept: with dense attention those cost most."""
     gpu_out_tokens: int
-    """The same for kept attention outputs: none of them or all."""
+    """Of these, those on the GPU: none of them or all."""
     terms: tuple[Term, ...]
 
     @property
@@ -146,8 +149,13 @@ class Placement:
         return self.capacity - self.gpu_tokens
 
     @property
+    def keep_attention(self) -> bool:
+        """Whether any attention outputs are kept."""
+        return self.out_tokens > 0
+
+    @property
     def host_out_tokens(self) -> int:
-        return self.capacity - self.gpu_out_tokens if self.keep_attention else 0
+        return self.out_tokens - self.gpu_out_tokens
 
     @property
     def gpu_bytes(self) -> int:
@@ -256,22 +264,52 @@ def place(request: Request) -> tuple[Placement, str | None]:
 
 
 def _place_outputs(request: Request, is_checkpointed: bool) -> tuple[Placement, str | None]:
-    """Attention outputs are kept if that is asked for, or if they fit."""
-    if request.config.keep_attention is not False and request.trains and request.capacity > 0:
-        placement, problem = _place(request, is_checkpointed, keeps=True)
-        if problem is None or request.config.keep_attention is True:
-            return placement, problem
-    return _place(request, is_checkpointed, keeps=False)
+    """Attention outputs are kept if that is asked for; or else as many as fit."""
+    asked, capacity = request.config.keep_attention, request.capacity
+    if asked is False or not request.trains or capacity <= 0:
+        return _place(request, is_checkpointed, out_tokens=0)
+    placement, problem = _place(request, is_checkpointed, out_tokens=capacity)
+    if problem is None or asked is True:
+        return placement, problem
+    placement, problem = _place(request, is_checkpointed, out_tokens=0)
+    if problem is None and (out_tokens := _spare_tokens(request, placement)) > LEAST_KEPT * capacity:
+        some, some_problem = _place(request, is_checkpointed, out_tokens=out_tokens)
+        if some_problem is None:
+            return some, None
+    return placement, problem
 
 
-def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Placement, str | None]:
+def _spare_tokens(request: Request, placement: Placement) -> int:
+    """Tokens of whole chunks whose attention outputs the host has room for, beside what is placed there."""
+    if request.gpu_room is None:
+        return 0
+    out_row, chunk = sum(out for _, _, out in request.rows), request.config.chunk_size
+    # More buffers on the GPU may send pages to the host, and a page may begin before the first chunk.
+    buffers = _staging(request, keeps=True)
+    if placement.host_bytes:
+        buffers -= _staging(request, keeps=False)
+    elif request.sparse_layers:
+        buffers += _buffers(request, 0) + _buffers(request, 1)
+    room = _optional_limit(request) - placement.host_bytes - buffers - request.config.page_size * out_row
+    return min(request.capacity - chunk, max(0, room // out_row) // chunk * chunk)
+
+
+def _optional_limit(request: Request) -> int:
+    """Host memory up to which attention outputs are kept without being asked for."""
+    if request.config.host_memory == "auto":
+        return int(OPTIONAL_SHARE * request.host_room)
+    return host_budget(request.config, request.host_room)
+
+
+def _place(request: Request, is_checkpointed: bool, *, out_tokens: int) -> tuple[Placement, str | None]:
     config, capacity, page = request.config, request.capacity, request.config.page_size
-    rows = request.rows
+    rows, keeps = request.rows, out_tokens > 0
     kv_row, grad_row, out_row = (sum(row[field] for row in rows) for field in range(3))
     num_pages = -(-capacity // page)
-    kv_bytes, grad_bytes, out_bytes = page * kv_row, page * grad_row, num_pages * page * out_row if keeps else 0
+    kv_bytes, grad_bytes = page * kv_row, page * grad_row
+    out_bytes = (num_pages - (capacity - out_tokens) // page) * page * out_row if keeps else 0
     tables = sum(_table_bytes(request, index) for index in request.sparse_layers)
-    needs = _needs(request, is_checkpointed, keeps)
+    needs = _needs(request, is_checkpointed, keeps=keeps and out_tokens == capacity)
     needed = sum(term.num_bytes for term in needs)
     whole = num_pages * (kv_bytes + grad_bytes) + out_bytes + tables
     # Pages in 8 bits go through buffers wherever they lie.
@@ -279,7 +317,7 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
     gpu_out_tokens, staging = 0, always
     if whole <= _gpu_budget(request, needed, always):
         gpu_pages = gpu_grad_pages = num_pages
-        gpu_out_tokens = capacity if keeps else 0
+        gpu_out_tokens = out_tokens
     elif not request.sparse_layers:
         staging = _staging(request, keeps)
         gpu_pages = gpu_grad_pages = min(
@@ -312,10 +350,10 @@ def _place(request: Request, is_checkpointed: bool, *, keeps: bool) -> tuple[Pla
     placement = Placement(
         checkpoint_layers=is_checkpointed,
         keep_last_chunk=bool(keep_last) and request.trains,
-        keep_attention=keeps,
         capacity=capacity,
         gpu_tokens=min(capacity, gpu_pages * page),
         gpu_grad_tokens=min(capacity, gpu_grad_pages * page),
+        out_tokens=out_tokens,
         gpu_out_tokens=gpu_out_tokens,
         terms=tuple(term for term in terms if term.num_bytes),
     )
@@ -396,8 +434,7 @@ def _problem(request: Request, placement: Placement, needed: int, out_bytes: int
     if is_optional and request.config.keep_attention == "auto":
         if on_cpu and out_bytes > CPU_OPTIONAL_SHARE * request.host_room:
             return f"{start} keeping attention outputs would take {gib(out_bytes)}."
-        if request.config.host_memory == "auto":
-            limit = int(OPTIONAL_SHARE * request.host_room)
+        limit = _optional_limit(request)
     total = placement.gpu_bytes + placement.host_bytes
     takes = f"{start} pages of K, V, their gradients and kept attention outputs take {gib(total)}"
     if on_cpu and total > MARGIN * request.host_room:

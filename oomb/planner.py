@@ -94,10 +94,13 @@ class Forecast:
         """What the table does not say."""
         plan, placement = self.plan, self.plan.placement
         on_off = {True: "yes", False: "no"}
+        kept = on_off[placement.keep_attention]
+        if 0 < placement.out_tokens < placement.capacity:
+            kept = f"of {placement.out_tokens / placement.capacity:.0%} of the tokens"
         sums = "float32" if plan.float32_sums else "the parameters' own precision"
         lines = [
             f"chunks of {plan.config.chunk_size:,} tokens; layers checkpointed: {on_off[placement.checkpoint_layers]}; "
-            f"attention outputs kept: {on_off[placement.keep_attention]}; gradients summed in {sums}; "
+            f"attention outputs kept: {kept}; gradients summed in {sums}; "
             f"optimizer {plan.optimizer}"
         ]
         if plan.seconds is not None and plan.fits:

@@ -39,10 +39,16 @@ def layer_spec(
 
 
 def make_store(
-    tiers: Tiers, num_chunks: int = 5, *, layers: dict[int, LayerSpec] | None = None, **changes: Any
+    tiers: Tiers,
+    num_chunks: int = 5,
+    *,
+    layers: dict[int, LayerSpec] | None = None,
+    keeps: bool = False,
+    **changes: Any,
 ) -> PageStore:
     layers = layers or {0: layer_spec(), 3: layer_spec(torch.float32)}
     sizes = {"capacity": num_chunks * CHUNK, "chunk_size": CHUNK, "page_size": 4, "gpu_tokens": 0}
+    sizes["out_tokens"] = sizes["capacity"] if keeps else 0
     return PageStore(tiers, layers, **{**sizes, **changes})
 
 

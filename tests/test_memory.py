@@ -90,10 +90,14 @@ def test_the_fields_of_a_row_are_aligned_and_apart(fields: list[tuple[Any, torch
         assert all(torch.equal(view[:, :, 0], x[:, :, token]) for view, x in zip(own, written, strict=True))
 
 
+@pytest.mark.parametrize("kept_from", [0, 2 * CHUNK])
 @pytest.mark.parametrize("gpu_tokens", PLACEMENTS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_what_was_appended_comes_back(tiers: Tiers, page_size: int, gpu_tokens: int, segment_size: int) -> None:
-    store = make_store(tiers, page_size=page_size, gpu_tokens=gpu_tokens, gpu_out_tokens=gpu_tokens, keeps=True)
+def test_what_was_appended_comes_back(
+    tiers: Tiers, page_size: int, gpu_tokens: int, kept_from: int, segment_size: int
+) -> None:
+    places = {"gpu_tokens": gpu_tokens, "out_tokens": 5 * CHUNK - kept_from, "gpu_out_tokens": gpu_tokens}
+    store = make_store(tiers, page_size=page_size, **places)
     filled = fill(store)
     end = store.capacity
     for layer, (k, v, out, lse) in filled.items():
@@ -107,7 +111,10 @@ def test_what_was_appended_comes_back(tiers: Tiers, page_size: int, gpu_tokens: 
             assert at == end
         for start in range(0, end, CHUNK):
             kept = store.kept(layer, start, start + CHUNK)
-            assert kept is not None and kept[0].transpose(1, 2).is_contiguous()
+            assert (kept is not None) == (start >= kept_from)
+            if kept is None:
+                continue
+            assert kept[0].transpose(1, 2).is_contiguous()
             assert torch.equal(kept[0], out[:, :, start : start + CHUNK])
             assert torch.equal(kept[1], lse[:, :, start : start + CHUNK])
         assert store.kept(layer, end, end + CHUNK) is None, "the last chunk has no pages"

@@ -193,7 +193,7 @@ OPENED = {
     "page_size": st.sampled_from((1, 2, 4)),
     "gpu_tokens": st.integers(0, 15),
     "gpu_out_tokens": st.integers(0, 15),
-    "keeps": st.booleans(),
+    "chunks_kept": st.integers(0, 5),
     "trains": st.booleans(),
     "num_layers": st.integers(1, 2),
     "num_heads": st.integers(1, 3),
@@ -222,8 +222,9 @@ class StoresComeAndGo(RuleBasedStateMachine):
         self.open(**drawn)
 
     @rule(**OPENED)
-    def open(self, num_chunks: int, num_layers: int, num_heads: int, **settings: Any) -> None:
+    def open(self, num_chunks: int, chunks_kept: int, num_layers: int, num_heads: int, **settings: Any) -> None:
         settings["capacity"] = num_chunks * settings["chunk_size"]
+        settings["out_tokens"] = min(num_chunks, chunks_kept) * settings["chunk_size"]
         layers = {layer: spec(num_heads) for layer in range(num_layers)}
         self.live.append(Tracked(PageStore(self.tiers, layers, **settings)))
 
@@ -298,7 +299,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
                     upto = min(at + store.chunk_size, tracked.end)
                     dk, dv = store.with_later(layer, at, upto, nothing[:, :, at:upto], nothing[:, :, at:upto])
                     assert torch.equal(dk, tracked.grad[layer][:, :, at:upto]) and torch.equal(dv, -dk)
-            for at in range(0, end - store.chunk_size + 1, store.chunk_size) if store.keeps else ():
+            for at in range(store.kept_from, end - store.chunk_size + 1, store.chunk_size):
                 out, lse = store.kept(layer, at, at + store.chunk_size)  # type: ignore[misc]
                 assert torch.equal(out, tracked.k[layer][:, :, at : at + store.chunk_size])
                 assert torch.equal(lse, out[..., 0])

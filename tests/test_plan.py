@@ -111,13 +111,16 @@ def test_every_token_has_its_place_and_every_byte_its_term(request: Request) -> 
     assert capacity % config.chunk_size == 0 and 0 < request.length - capacity <= config.chunk_size
     assert placement.gpu_tokens + placement.host_tokens == placement.capacity == capacity
     assert placement.gpu_tokens % page == 0 or placement.gpu_tokens == capacity
-    assert placement.gpu_out_tokens in ((0, capacity) if placement.keep_attention else (0,))
+    assert placement.gpu_out_tokens in (0, placement.out_tokens) and 0 <= placement.out_tokens <= capacity
+    assert placement.out_tokens % config.chunk_size == 0 and placement.keep_attention == (placement.out_tokens > 0)
+    assert placement.out_tokens == capacity or config.keep_attention is not True or not request.trains
     assert placement.gpu_bytes + placement.needed_bytes == bytes_of(placement, GPU)
     assert placement.host_bytes == bytes_of(placement, HOST)
     assert all(term.num_bytes > 0 for term in placement.terms)
     rows = request.rows
     pages = -(-capacity // page) * page * sum(kv + grad for kv, grad, _ in rows)
-    outs = -(-capacity // page) * page * sum(out for _, _, out in rows) if placement.keep_attention else 0
+    pages_kept = -(-capacity // page) - (capacity - placement.out_tokens) // page if placement.keep_attention else 0
+    outs = pages_kept * page * sum(out for _, _, out in rows)
     assert placement.gpu_bytes + placement.host_bytes == pages + outs
     # Staging buffers exist just where something lies on the host.
     assert any(term.name == "staging buffers" for term in placement.terms) == (placement.host_bytes > 0)
@@ -177,11 +180,15 @@ def test_auto_takes_what_is_left() -> None:
     # The states that come after the first step count as well.
     assert not ask(length=512, gpu_room=int(whole / 0.9) + MIB).checkpoint_layers
     assert ask(length=256, gpu_room=int(whole / 0.9) + MIB, optimizer_bytes=2 * MIB).checkpoint_layers
-    # Outputs are kept on a GPU that has room for all, on the host up to three quarters of it, or not at all.
+    # Outputs are kept on a GPU that has room for all, or on the host up to three quarters of it: all, some, or none.
     one_gib = Config(chunk_size=256, page_size=64, gpu_memory=0)
     outs = bytes_of(ask(config=one_gib), HOST)
-    assert ask(config=one_gib, host_room=int(outs / 0.74)).keep_attention
-    assert not ask(config=one_gib, host_room=int(outs / 0.76)).keep_attention
+    assert ask(config=one_gib, host_room=int(outs / 0.74)).out_tokens == roomy.capacity
+    some = ask(config=one_gib, host_room=int(outs / 0.76))
+    assert 0 < some.out_tokens < roomy.capacity and some.gpu_out_tokens == 0
+    assert 0.7 * outs < some.host_bytes <= 0.75 * outs / 0.76
+    pages = bytes_of(ask(config=replace(one_gib, keep_attention=False)), HOST)
+    assert not ask(config=one_gib, host_room=int(pages / 0.7)).keep_attention, "too few to be worth it"
     assert not ask(trains=False).keep_attention and not ask(length=256).keep_attention
     with pytest.raises(OutOfPages):
         ask(config=replace(one_gib, keep_attention=True), host_room=int(outs / 0.91))

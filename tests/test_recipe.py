@@ -323,7 +323,7 @@ def test_hours_are_remarked_on() -> None:
     assert plan.fits and plan.seconds is not None and plan.seconds > 3600
     assert told.recipe is None and told.faster is not None and told.faster.changes == {"page_budget": 64}
     [line] = told.lines()
-    assert line.startswith("With --page_budget 64 it takes about 3 m") and "an approximation" in line
+    assert line.startswith("With --page_budget 64 it takes about 4 m") and "an approximation" in line
     # Not where it takes minutes, where pages are chosen as it is, where chunks are no whole pages, or nobody knows.
     assert seven_billion(1 << 18)[1] == Answer()
     assert seven_billion(1536 << 10, host=200, page_budget=32)[1] == Answer()

@@ -15,7 +15,8 @@ from test_gpu import wide_llama
 from torch import Tensor
 
 import oomb
-from oomb.memory import GPU, HOST
+from oomb import plan
+from oomb.memory import GPU, HOST, PageStore
 
 LENGTH = 300
 FAMILIES = {
@@ -123,6 +124,28 @@ def test_one_trajectory(
     steps = train(model, engine)
     assert where(engine) == placement
     assert_equal(steps, trajectory(family, torch.float64, chunk_size))
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize(("chunk_size", "page_size"), [(32, 16), (50, 7)])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_outputs_of_the_last_tokens_alone(
+    chunk_size: int, page_size: int, on_gpu: bool, checkpoint_layers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no room for more, attention of the others is computed again: all the same."""
+    kept, keep = set(), PageStore.keep
+    monkeypatch.setattr(
+        plan, "_place_outputs", lambda request, lean: plan._place(request, lean, out_tokens=2 * chunk_size)
+    )
+    monkeypatch.setattr(PageStore, "keep", lambda self, *args: (kept.add((self.kept_from, args[1])), keep(self, *args)))
+    model = copy.deepcopy(tiny("qwen2_sliding"))
+    memory = "1GiB" if on_gpu else 0
+    settings: dict[str, Any] = {"gpu_memory": memory, "checkpoint_layers": checkpoint_layers, "kernels": "torch"}
+    engine = engine_for(model, chunk_size, page_size=page_size, **settings)
+    steps = train(model, engine)
+    assert_equal(steps, trajectory("qwen2_sliding", torch.float64, chunk_size))
+    [kept_from] = {first for first, _ in kept}
+    assert {start >= kept_from for _, start in kept} == {False, True}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

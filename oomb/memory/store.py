@@ -55,8 +55,9 @@ class Piece:
 class PageStore:
     """Pages for the `capacity` tokens that later chunks read (the last chunk's are read by nobody).
 
-    `layers` are in the order in which the model calls them; `gpu_tokens` of K, V and gradients and `gpu_out_tokens` of
-    kept outputs lie on the GPU. All memory is promised here or not at all; gradient pages are taken at first touch.
+    `layers` are in the order in which the model calls them. The first `gpu_tokens` of K, V and gradients lie on the
+    GPU. The last `out_tokens` have their outputs kept, the first `gpu_out_tokens` of these on the GPU. All memory is
+    promised here or not at all; gradient pages are taken at first touch.
     """
 
     def __init__(
@@ -69,14 +70,14 @@ class PageStore:
         page_size: int,
         gpu_tokens: int,
         gpu_grad_tokens: int | None = None,
+        out_tokens: int = 0,
         gpu_out_tokens: int = 0,
-        keeps: bool = False,
         trains: bool = True,
         choosing: Choosing | None = None,
     ) -> None:
         self.tiers, self.layers = tiers, layers
         self.capacity, self.chunk_size, self.page_size = capacity, chunk_size, page_size
-        self.keeps, self.choosing = keeps, choosing
+        self.kept_from, self.choosing = capacity - out_tokens, choosing
         self.seed = 0
         """Of the random rounding of gradients."""
         self.num_pages = -(-capacity // page_size)
@@ -85,10 +86,11 @@ class PageStore:
             for kind, tokens in (
                 (KV, gpu_tokens),
                 (GRAD, gpu_tokens if gpu_grad_tokens is None else gpu_grad_tokens),
-                (OUT, gpu_out_tokens),
+                (OUT, self.kept_from + gpu_out_tokens if gpu_out_tokens else 0),
             )
         }
-        self.kinds = [KV] + [GRAD] * trains + [OUT] * keeps
+        self.kinds = [KV] + [GRAD] * trains + [OUT] * (out_tokens > 0)
+        first_page = dict.fromkeys(self.kinds, 0) | {OUT: self.kept_from // page_size}
         self.touched = {layer: Intervals() for layer in layers}
         """Tokens whose gradient pages hold something."""
         self.stored: dict[tuple[str, int], Event] = {}
@@ -101,7 +103,7 @@ class PageStore:
         for layer in layers:
             for kind in self.kinds:
                 self.holding.columns[kind, layer] = self._row(kind, layer).num_bytes * page_size, Column()
-                for tier, first, end in self._by_tier(kind, 0, self.num_pages):
+                for tier, first, end in self._by_tier(kind, first_page[kind], self.num_pages):
                     needed[tier, self.holding.columns[kind, layer][0]] += end - first
         tiers.reserve(self.holding, needed)
         self._on_death = weakref.finalize(self, tiers.abandoned.append, self.holding)
@@ -109,7 +111,7 @@ class PageStore:
             for layer in layers:
                 for kind in self.kinds:
                     if kind != GRAD:
-                        self._create(kind, layer, 0, self.num_pages)
+                        self._create(kind, layer, first_page[kind], self.num_pages)
             if choosing is not None:
                 self.chosen = ChosenPages(self, choosing, trains)
             # Here rather than when the first of them is needed: what is to fail for want of memory fails early.
@@ -131,13 +133,13 @@ class PageStore:
             self._write(KV, layer, start, [k, v], NEW)
 
     def keep(self, layer: int, start: int, out: Tensor, lse: Tensor) -> None:
-        """Stores a chunk's attention output, if outputs are kept."""
-        if self.keeps and start < self.capacity:
+        """Stores a chunk's attention output, if it is to be kept."""
+        if self._is_kept(start):
             self._write(OUT, layer, start, [out, lse], OUT)
 
     def kept(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor] | None:
         """A chunk's attention output and lse, if they were kept."""
-        if not self.keeps or start >= self.capacity:
+        if not self._is_kept(start):
             return None
         with self._resident(OUT, layer, start, end) as (out, lse):
             # In the layout that models go on with: [B, T, H, D].
@@ -257,7 +259,7 @@ class PageStore:
 
     def _forward_loads(self, start: int, end: int, kept: bool) -> Iterator[Load]:
         for layer in self.layers:
-            if kept and self.keeps and start < self.capacity:
+            if kept and self._is_kept(start):
                 yield from self._loads(OUT, layer, start, end)
             elif self.is_sparse(layer):
                 yield from self._chosen_loads(layer, start, end, [KV])
@@ -267,7 +269,7 @@ class PageStore:
 
     def _backward_loads(self, start: int, end: int, kept: bool) -> Iterator[Load]:
         for layer in list(self.layers)[::-1]:
-            if kept and self.keeps and start < self.capacity:
+            if kept and self._is_kept(start):
                 yield from self._loads(OUT, layer, start, end)
             if self.is_sparse(layer):
                 yield from self._chosen_loads(layer, start, end, [KV, GRAD])
@@ -285,6 +287,9 @@ class PageStore:
             if start < self.capacity:
                 for low, high in self.touched[layer].within(start, end):
                     yield from self._loads(GRAD, layer, low, high)
+
+    def _is_kept(self, start: int) -> bool:
+        return self.kept_from <= start < self.capacity
 
     def _chosen_loads(self, layer: int, start: int, end: int, kinds: list[str]) -> Iterator[Load]:
         """Of chosen pages, where the choice is known."""
