@@ -202,7 +202,8 @@ def widen_kernel(
                 if not OUT:
                     address += page_size * (wide_row * item_bytes - row_bytes)
             base = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16)
-            for first in range(0, page_size, TILE_S):
+            # In one stage: no tile is loaded before the one before it is stored.
+            for first in tl.range(0, page_size, TILE_S, num_stages=1):
                 s = (first + tl.arange(0, TILE_S))[:, None]
                 exists = (s < page_size) & (h < 2 * num_heads)
                 inside = exists[:, :, None] & (d < size[:, :, None])

@@ -40,7 +40,7 @@ def follow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
     for name in ("launch_forward", "launch_dq", "launch_dkv"):
         patch.setattr(sparse, name, getattr(memory, name))
-    patch.setattr(batch, "is_available", lambda: True)
+    patch.setattr(batch, "is_available", lambda device: True)
     patch.setattr(batch, "copy_all", memory.copy_all)
     for name in ("mark", "number", "move", "widen"):
         patch.setattr(triton_kernels, f"{name}_kernel", Kernel(getattr(memory, name)))

@@ -56,7 +56,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_bytes_arrive() -> None:
-    assert batch.is_available()
+    assert batch.is_available(torch.device("cuda")) and not batch.is_available(torch.device("cpu"))
     device, size, count = torch.device("cuda"), 1040 * 16, 300
     slab = HostSlab(count * size, device)
     slab.bytes.random_(0, 256)

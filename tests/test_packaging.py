@@ -42,7 +42,7 @@ LAYERS = [
         "quantised",
     },
     {"triton_pages", "triton_select", "rounding", "quantise", "resuming"},
-    {"memory", "attention", "grads", "inputs", "moments"},
+    {"activations", "memory", "attention", "grads", "inputs", "moments"},
     {"plan", "model", "optim", "documents"},
     {"facts", "advice"},
     {"forecast"},

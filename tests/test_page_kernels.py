@@ -262,7 +262,7 @@ def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(chosen_module.ChosenPages, "__init__", with_triton)
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
-    patch.setattr(batch, "is_available", lambda: True)
+    patch.setattr(batch, "is_available", lambda device: True)
     patch.setattr(batch, "copy_all", copy_all)
 
 
@@ -300,7 +300,7 @@ def test_the_engine_with_kernels(config: dict[str, Any], with_kernels: None, mon
 
     found = gradients()
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "is_available", lambda: False)
+        patch.setattr(batch, "is_available", lambda device: False)
         assert torch.equal(found, gradients()), "pages moved by kernels throughout"
     if ON_GPU:
         assert torch.equal(found, gradients()), "twice the same"

@@ -13,9 +13,8 @@ from families import FAMILIES, SIZES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb import advice, loss, planner
+from oomb import activations, advice, loss, planner
 from oomb import forecast as forecasting
-from oomb import plan as planning
 from oomb.advice import decide, longest_context
 from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
@@ -71,7 +70,7 @@ def bytes_of(placement: Placement | Plan, tier: str) -> int:
 
 
 def test_constants_are_those_of_the_code_they_describe() -> None:
-    assert (planning.PLAIN_TILE, planning.FUSED_TILE) == (loss.PLAIN_TILE, loss.FUSED_TILE)
+    assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (loss.PLAIN_TILE, loss.FUSED_TILE)
 
 
 requests = st.builds(

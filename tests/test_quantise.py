@@ -94,7 +94,7 @@ def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], n
         widen_kernel[(2,)](
             which, count, addresses, buffer, flags, seed, S, B * K, D, V, row.num_bytes, row.fields[1][0],
             row.fields[2][0], wide.num_bytes // 4, wide.fields[1][0] // 4, rows, P, edge, OUT=is_out,
-            **{**widen_tiles(B * K, max(D, V)), **tiles},
+            **{**widen_tiles(B * K, max(D, V)), **tiles}, num_warps=16,
         )  # fmt: skip
 
     for place, p, holds in zip(places, chosen, held, strict=True):
@@ -164,7 +164,7 @@ def test_the_way_of_a_gpu(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         short = {"kv_dtype": "int8", "grad_dtype": "int8"}
         found = gradients(model, ids, **config, **short)
         with patch.context() as inner:
-            inner.setattr(batch, "is_available", lambda: False)
+            inner.setattr(batch, "is_available", lambda device: False)
             assert torch.equal(found, gradients(model, ids, **config, **short)), "pages moved by kernels throughout"
         if ON_GPU:
             assert torch.equal(found, gradients(model, ids, **config, **short)), "twice the same"

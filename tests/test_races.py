@@ -153,7 +153,7 @@ def forget_without_waiting(self: Prefetcher) -> None:
     for load, slot, done in self._issued:
         load.ring.give(slot, done)
     self._issued.clear()
-    self._coming, self._next = iter(()), None
+    self._coming, self._next, self._name = iter(()), None, None
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -310,7 +310,7 @@ def forget_without_waiting(self: Prefetcher) -> None:
         load.ring.give(slot, done)
     self._issued.clear()
     self._started.clear()
-    self._coming, self._next = iter(()), None
+    self._coming, self._next, self._name = iter(()), None, None
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -423,19 +423,21 @@ def delay_choices(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "short"), [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, IN_EIGHT_BITS)], ids=str
+)
 @pytest.mark.parametrize(
     ("place", "kept"), [("host", 0), ("host", 1), ("split", 2), ("gradients on the host", 3), ("gradients split", 0)]
 )
 def test_late_streams_change_nothing(
-    place: str, kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    place: str, kept: int, dtype: torch.dtype, short: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from test_gpu import wide_llama
 
     monkeypatch.setattr(plan, "TILE_SIZE", 32)
     model = wide_llama(hidden_size=128, intermediate_size=256, num_attention_heads=2).to(dtype)
-    expected = gpu_results(model, "gpu", KEPT[kept])
-    assert are_equal(gpu_results(model, "gpu", KEPT[kept]), expected), "it does not even repeat itself"
+    expected = gpu_results(model, "gpu", {**KEPT[kept], **short})
+    assert are_equal(gpu_results(model, "gpu", {**KEPT[kept], **short}), expected), "it does not even repeat itself"
 
     def late_copies(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
         delay_copies(tiers, patch, loads=SHORT, stores=SHORT, seed=1)
@@ -450,4 +452,4 @@ def test_late_streams_change_nothing(
         delay_choices(tiers, patch, SHORT, seed=6)
 
     for disturb in (None, late_copies, late_computation, all_late):
-        assert are_equal(gpu_results(model, place, KEPT[kept], disturb), expected), disturb
+        assert are_equal(gpu_results(model, place, {**KEPT[kept], **short}, disturb), expected), disturb

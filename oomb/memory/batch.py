@@ -45,19 +45,21 @@ def _function() -> tuple[Any, bool] | None:
 
 
 @cache
-def is_available() -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether the driver does it: a first copy is tried."""
-    if _function() is None or not torch.cuda.is_available():
+    if _function() is None or device.type != "cuda":
         return False
-    source, target = torch.ones(16, dtype=torch.uint8).pin_memory(), torch.zeros(16, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    addresses = [torch.tensor([x.data_ptr()], device="cpu") for x in (target, source)]
     try:
-        copy_all(addresses[0], addresses[1], 16, stream.cuda_stream)
+        source = torch.ones(16, dtype=torch.uint8, device="cpu").pin_memory()
+        target = torch.zeros(16, dtype=torch.uint8, device=device)
+        addresses = [torch.tensor([x.data_ptr()], device="cpu") for x in (target, source)]
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            copy_all(addresses[0], addresses[1], 16, stream.cuda_stream)
+        stream.synchronize()
     except RuntimeError:
         return False
-    stream.synchronize()
     return bool(target.all())
 
 

@@ -149,7 +149,7 @@ class ChosenPages:
         for layer in self.layers:
             self.store.tiers.copier.wait(self.store.stored.get(("grad", layer)))
         self.known.close()
-        for tables in (self.means, self.touched, self.choices, self._addresses):
+        for tables in (self.means, self.touched, self.choices, self._addresses, self._rests):
             tables.clear()
 
     def needs_buffers(self, kind: str) -> bool:
@@ -287,8 +287,7 @@ class ChosenPages:
             self.known.touch(layer, self._known_pages(layer, start, end))
 
     def _is_at_hand(self, kind: str, layer: int, start: int) -> bool:
-        is_near = start <= self.store.gpu_pages[kind] * self.store.page_size
-        return self.follows[layer] and is_near and not self._is_quantised(kind, layer)
+        return self.follows[layer] and not self._has_far(kind, start) and not self._is_quantised(kind, layer)
 
     def _is_quantised(self, kind: str, layer: int) -> bool:
         return self.store.layers[layer].row(kind).is_quantised
@@ -370,9 +369,9 @@ class ChosenPages:
         choice, (_, places, count, which) = self.choice(layer, start, end), self._parts(data, kind, layer)
         assert choice is not None
         flags = self._flags(kind, layer)
-        moved, by_engines = self.store.tiers.copier.moved_bytes, self._goes_by_engines(kind, layer, start)
+        moved = self.store.tiers.copier.moved_bytes
         places.copy_(self._table(kind, layer))
-        if by_engines:
+        if self._goes_by_engines(kind, layer, start):
             in_buffer, at_rest = self._far(kind, layer, start, end, data, is_out=False)
             batch.copy_all(in_buffer, at_rest, self._page_bytes(kind, layer), self._stream())
         with torch.cuda.device_of(data):
@@ -383,17 +382,18 @@ class ChosenPages:
                 places, which, count, moved[0:], flags[0], data.data_ptr(), self._working_bytes(kind, layer),
                 self._page_bytes(kind, layer), self.store.gpu_pages[kind], self.num_pages, *flags[1:], TILE=1024,
             )  # fmt: skip
-            self._move(kind, layer, data, flags, by_engines, is_out=False)
+            self._move(kind, layer, start, data, flags, is_out=False)
 
     def _store(self, layer: int, start: int, end: int, data: Tensor, seed: int) -> Event:
-        by_engines, page_bytes = self._goes_by_engines("grad", layer, start), self._page_bytes("grad", layer)
-        far = self._far("grad", layer, start, end, data, is_out=True) if by_engines else None
+        far, page_bytes = None, self._page_bytes("grad", layer)
+        if self._goes_by_engines("grad", layer, start):
+            far = self._far("grad", layer, start, end, data, is_out=True)
 
         def send() -> None:
             _, _, count, which = self._parts(data, "grad", layer)
             moved, edge = self.store.tiers.copier.moved_bytes, self.store.gpu_pages["grad"]
             with torch.cuda.device_of(data):
-                self._move("grad", layer, data, (which, 0, 0), by_engines, is_out=True, seed=seed)
+                self._move("grad", layer, start, data, (which, 0, 0), is_out=True, seed=seed)
                 # Of the chosen, those on the host.
                 numbers = torch.arange(len(which), device=which.device)
                 moved[1] += ((numbers < count[0]) & (which >= edge)).sum() * page_bytes
@@ -404,7 +404,7 @@ class ChosenPages:
         return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())
 
     def _move(
-        self, kind: str, layer: int, data: Tensor, flags: Flags, by_engines: bool, *, is_out: bool, seed: int = 0
+        self, kind: str, layer: int, start: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int = 0
     ) -> None:
         """Copies the numbered pages between where they rest and the buffer, as far as engines do not; 8-bit ones become
         wide, or narrow again."""
@@ -412,6 +412,7 @@ class ChosenPages:
 
         pages, _, count, which = self._parts(data, kind, layer)
         address, spec = self._table(kind, layer), self.store.layers[layer]
+        by_engines = self._goes_by_engines(kind, layer, start)
         if not self._is_quantised(kind, layer):
             if not by_engines:
                 move_kernel[(NUM_PROGRAMS,)](
@@ -422,7 +423,7 @@ class ChosenPages:
         (_, _, (batch_size, heads, k_size), _), (value_at, _, (_, _, v_size), _), (scale_at, *_) = spec.row(kind).fields
         working, edge = spec.working(kind), self.store.gpu_pages[kind]
         # Pages on the GPU are limited by latency alone, and in the fill pass all the computation waits for them.
-        is_near = by_engines or 2 * edge > self.num_pages
+        is_near = by_engines or not self._has_far(kind, start) or 2 * edge > self.num_pages
         widen_kernel[(NUM_PROGRAMS * (16 if is_near else 2),)](
             which, count, address, pages.view(spec.dtype), flags[0], seed, self.store.page_size, batch_size * heads,
             k_size, v_size, spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
@@ -433,12 +434,16 @@ class ChosenPages:
     @property
     def uses_engines(self) -> bool:
         """Whether copy engines bring pages once the CPU knows which."""
-        return self.trains and self.uses_kernels and batch.is_available()
+        return self.trains and self.uses_kernels and batch.is_available(self.device)
+
+    def _has_far(self, kind: str, start: int) -> bool:
+        """Whether a chunk may choose pages on the host."""
+        return start > self.store.gpu_pages[kind] * self.store.page_size
 
     def _goes_by_engines(self, kind: str, layer: int, start: int) -> bool:
         # A page in 8 bits waits at the end of its place in the buffer, which must be large enough.
         fits = self._page_bytes(kind, layer) <= self._working_bytes(kind, layer)
-        return self.uses_engines and fits and self._latest.get(layer) != start
+        return self.uses_engines and fits and self._has_far(kind, start) and self._latest.get(layer) != start
 
     def _first_in_buffer(self, kind: str, layer: int) -> int:
         """Chosen pages from this one on have a place in the buffer: those on the host, and all in 8 bits, since they

@@ -36,10 +36,12 @@ class KnownChoices:
         """The pages that the chunk's tiles have chosen, in order: `num_choices` of them with repetitions, which are
         there `after` these events. The choices of the chunk before, which is walked back next, set out as well."""
         if (layer, start) not in self._pages:
-            for at in (start, start - self.chunk_size):
-                if at > 0 and at not in self._fetched:
-                    self._fetch(at, after)
+            if start not in self._fetched:
+                self._fetch(start, after)
             choices, done = self._fetched[start]
+            before = start - self.chunk_size
+            if before > 0 and before not in self._fetched:
+                self._fetch(before, after)
             self.tiers.copier.finish(done)
             self._pages[layer, start] = choices[self.rows[layer], :num_choices].unique().long()
         return self._pages[layer, start]

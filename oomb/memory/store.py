@@ -319,10 +319,10 @@ class PageStore:
     def _resident(self, kind: str, layer: int, low: int, high: int, writes: bool = False) -> Iterator[list[Tensor]]:
         """The fields of these tokens' rows on the GPU, in place or in a buffer; `writes`: they come back changed."""
         row, pieces = self._row(kind, layer), list(self._pieces(kind, layer, low, high))
+        if kind == GRAD and self.is_sparse(layer) and row.is_quantised and any(p.tier == GPU for p in pieces):
+            # Chosen pages in 8 bits go back by the stream that stores, wherever they lie.
+            self.tiers.copier.wait(self.stored.get((kind, layer)))
         if len(pieces) == 1 and pieces[0].tier == GPU:
-            if kind == GRAD and self.is_sparse(layer) and row.is_quantised:
-                # Chosen pages in 8 bits go back by the stream that stores, wherever they lie.
-                self.tiers.copier.wait(self.stored.get((kind, layer)))
             yield row.views(pieces[0].data, high - low)
             return
         copier, prefetcher, load = self.tiers.copier, self.tiers.prefetcher, self._load(kind, layer, low, high)

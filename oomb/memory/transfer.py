@@ -117,7 +117,12 @@ class Copier:
             if event is not None:
                 stream.wait_event(event)
         with torch.cuda.stream(stream):
-            _do(work)
+            try:
+                _do(work)
+            except BaseException:
+                # Nobody gets an event for what has set out.
+                self.drain()
+                raise
         return stream.record_event()
 
 
