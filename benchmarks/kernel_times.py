@@ -43,8 +43,6 @@ BACKWARD = ("bprop", "bwd", "backward", "dot_do_o")
 """What those of them have that begin a backward of attention."""
 MARKER = "spin_kernel"
 """The kernel of torch.cuda._sleep; nothing else here starts it."""
-LONG_GAP = 20_000
-"""Nanoseconds. In a shorter gap the GPU waits for the next launch; in a longer one perhaps for pages."""
 CLOCK_TOLERANCE = 0.02
 """How far the kernels' time plus idle time may be from the time between events on the same chunks."""
 
@@ -121,16 +119,11 @@ class ChunkClock:
         return a.elapsed_time(b) / 1000 if self.on_gpu else b - a
 
 
-class Enough(Exception):
-    """A profile has all its windows."""
-
-
 class Profile:
-    """Progress of an engine: keeps the clock, and profiles windows of each pass. Those of the gradient pass lie in its
-    first `most_back` chunks; if there are more, it is then broken off with `Enough`."""
+    """Progress of an engine: keeps the clock, and profiles windows of each pass."""
 
-    def __init__(self, clock: ChunkClock, num_windows: int, width: int, most_back: int | None = None) -> None:
-        self.clock, self.num_windows, self.width, self.most_back = clock, num_windows, width, most_back
+    def __init__(self, clock: ChunkClock, num_windows: int, width: int) -> None:
+        self.clock, self.num_windows, self.width = clock, num_windows, width
         self.windows: dict[str, list[Window]] = {}
         # It wants to be used first in the thread that has imported torch, and takes seconds to wake up.
         with torch.profiler.profile(activities=ACTIVITIES):
@@ -141,9 +134,8 @@ class Profile:
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         self.clock(phase, done, total)
-        last = min(total, self.most_back) if self.most_back and phase == "gradient" else total
         if phase not in self.windows:
-            self.windows[phase] = windows(last, self.num_windows, self.width)
+            self.windows[phase] = windows(total, self.num_windows, self.width)
         for window in self.windows[phase]:
             if done in (window.first, window.last):
                 torch.cuda._sleep(1)
@@ -152,8 +144,6 @@ class Profile:
                 window.kernels.extend(self._thread.submit(self._stop).result())
         if any(done == window.first - 1 for window in self.windows[phase]):
             self._thread.submit(self._start).result()
-        if done == last < total:
-            raise Enough
 
     def _start(self) -> None:
         self._profiler = torch.profiler.profile(activities=ACTIVITIES)
@@ -210,7 +200,7 @@ def _between(before: str | None, after: str | None, name_after: str) -> str:
 
 def account(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Seconds between the first and the last marker, by kind. Each moment counts once: for the kernel that computes, or
-    as waited for or idle where none does. What copies beside a computation costs nothing here."""
+    as idle where none does. What copies beside a computation costs nothing here."""
     markers = sorted((k for k in kernels if MARKER in k.name), key=lambda k: k.start)
     if len(markers) != 2:
         raise RuntimeError(
@@ -218,40 +208,26 @@ def account(kernels: Sequence[Kernel]) -> dict[str, float]:
         )
     begin, end = markers[0].end, markers[1].end
     computing = sorted((k for k in kernels if k.stream == markers[0].stream), key=lambda k: k.start)
-    moving = sorted((k.start, k.end) for k in kernels if k.stream != markers[0].stream)
     nanoseconds: Counter[str] = Counter()
     at = begin
     for kernel, kind in zip(computing, kinds_of([k.name for k in computing]), strict=True):
         first, last = min(max(kernel.start, at), end), min(kernel.end, end)
         if last <= at:
             continue
-        _count_gap(nanoseconds, at, first, moving)
+        nanoseconds[IDLE] += first - at
         nanoseconds[kind] += last - first
         at = last
     return {kind: total / 1e9 for kind, total in nanoseconds.items()}
 
 
-def _count_gap(nanoseconds: Counter[str], begin: int, end: int, moving: Sequence[tuple[int, int]]) -> None:
-    waited, at = 0, begin
-    if end - begin >= LONG_GAP:
-        for first, last in moving:
-            first, last = max(first, at), min(last, end)
-            if last > first:
-                waited += last - first
-                at = last
-    nanoseconds[WAITED] += waited
-    nanoseconds[IDLE] += end - begin - waited
-
-
-def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float], num_chunks: int) -> dict[str, Any]:
-    """A pass of `num_chunks` chunks by kind of work, from its windows; beside it what the clock says of the same chunks
-    and of the others. If it was broken off, what was done of it is taken for all."""
+def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[str, Any]:
+    """A pass by kind of work, from its windows; beside it what the clock says of the same chunks and of the others."""
     seconds: defaultdict[str, float] = defaultdict(float)
     by_kernels = by_events = profiled = others = 0.0
     for part in parts:
-        found, width, num_alike = account(part.kernels), part.last - part.first, part.end - part.begin
+        found, width, num_chunks = account(part.kernels), part.last - part.first, part.end - part.begin
         for kind, total in found.items():
-            seconds[kind] += total / width * num_alike * num_chunks / parts[-1].end
+            seconds[kind] += total / width * num_chunks
         measured = sum(chunk_seconds[part.first : part.last])
         by_kernels += sum(found.values())
         by_events += measured
@@ -259,16 +235,26 @@ def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float], num_chun
         held_up = {0, *range(part.first - 1, part.last + 1)}
         rest = [chunk_seconds[i] for i in range(part.begin, part.end) if i not in held_up]
         if rest:
-            profiled += measured / width * num_alike
-            others += sum(rest) / len(rest) * num_alike
+            profiled += measured / width * num_chunks
+            others += sum(rest) / len(rest) * num_chunks
     return {
         "seconds": dict(seconds),
         "kernels_seconds": by_kernels,
         "events_seconds": by_events,
         "slowdown": profiled / others if others else None,
         "num_profiled": sum(part.last - part.first for part in parts),
-        "num_chunks": num_chunks,
+        "num_chunks": len(chunk_seconds),
     }
+
+
+def take_waits(passes: dict[str, dict[str, Any]], seconds: float) -> None:
+    """Calls so much of the idle time waited for, beginning with the last pass: the record cannot tell a wait for pages
+    from one for the next launch, and the engine has timed the former."""
+    for found in reversed(passes.values()):
+        waited = min(seconds, found["seconds"].get(IDLE, 0.0))
+        found["seconds"][WAITED] = waited
+        found["seconds"][IDLE] = found["seconds"].get(IDLE, 0.0) - waited
+        seconds -= waited
 
 
 def clocks_problem(kernels: dict[str, dict[str, Any]]) -> str | None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from kernel_times import ChunkClock, Enough, Profile, clocks_problem, whole_pass
+from kernel_times import ChunkClock, Profile, clocks_problem, take_waits, whole_pass
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -58,9 +58,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 often has to give."""
 PROFILED = "128K,1M"
 """Contexts of "times" whose kernels are recorded, where there is a GPU."""
-MOST_BACK = 48
-"""Chunks of the gradient pass after which a profiled step is broken off: with few pages for each tile they are all
-alike. A step's time is that of another without the profiler, which holds it up for seconds."""
 WARM_UP_CHUNKS = 16
 """With chunks of 4096, every variant of the kernels that choose pages has been built by then."""
 NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
@@ -107,10 +104,8 @@ class Row:
     def read(self, profile: Profile, by_pass: dict[str, list[float]]) -> None:
         """Takes the kernels out of a profile of this step."""
         try:
-            num_chunks = len(by_pass["fill"])
-            self.kernels = {
-                name: whole_pass(profile.windows[name], seconds, num_chunks) for name, seconds in by_pass.items()
-            }
+            self.kernels = {name: whole_pass(profile.windows[name], seconds) for name, seconds in by_pass.items()}
+            take_waits(self.kernels, self.waited_seconds)
             self.kernels_problem = clocks_problem(self.kernels)
         except RuntimeError as error:
             self.kernels_problem = str(error)
@@ -230,10 +225,10 @@ class Stand:
         self.clear()
 
     def measure(self, engine: Engine, context: int, profile: bool = False) -> Row:
-        """Time and memory of one step; or what its kernels take, by a step that need not come to its end."""
+        """Time and memory of one step."""
         row = Row(context=context, chunk_size=engine.config.chunk_size, num_layers=self.num_layers)
         ids, clock = self.ids(context), ChunkClock(self.device)
-        watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS, MOST_BACK) if profile else clock
+        watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS) if profile else clock
         try:
             begin = time.perf_counter()
             # Pinning host memory is a matter of a run's first step, as compilation is.
@@ -260,10 +255,6 @@ class Stand:
             row.waited_seconds = stats.waited_seconds
             if isinstance(watch, Profile):
                 row.read(watch, by_pass)
-        except Enough:
-            self.synchronize()
-            assert isinstance(watch, Profile)
-            row.read(watch, clock.seconds())
         except (torch.OutOfMemoryError, MemoryError) as error:
             row.seconds, row.problem = None, f"out of memory: {str(error).splitlines()[0]}"
         finally:
@@ -415,6 +406,7 @@ def run(
                 row = stand.measure(engine, context)
                 report.add(row, path)
                 if context in profiled:
+                    # Apart, since the profiler holds a step up for seconds.
                     again = stand.measure(engine, context, profile=True)
                     row.kernels, row.kernels_problem = again.kernels, again.kernels_problem or again.problem
                     report.add(row, path)

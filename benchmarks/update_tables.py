@@ -107,7 +107,8 @@ def table() -> str:
         f"reference, at 32 chunks, no layer's gradient error is above {error:.2f} times that of standard training.",
         "",
         f"On a GPU held to 24 GiB, a step with LoRA (rank 16 on all linear layers) at {small['context']:,} tokens, "
-        f"exact and all else by default, takes {small['measured_seconds']:.0f} s and "
+        f"exact and {'all else by default' if small.get('autocast') else 'with adapters in float32'}, takes "
+        f"{small['measured_seconds']:.0f} s and "
         f"{small['measured_gpu_bytes'] / 2**30:.1f} GiB, with {small['measured_host_bytes'] / 2**30:.0f} GiB on the "
         "host.",
         "",

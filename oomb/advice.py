@@ -69,12 +69,13 @@ def decide(
     host_room: int,
     missing_grad_bytes: int,
     optimizer_bytes: int,
+    is_only: bool = True,
 ) -> Placement:
     """Where everything goes, or `OutOfPages` with what is missing and what would help.
 
     `gpu_room` is what this process may still take of the model's device; None where nobody counts, on a CPU.
     `missing_grad_bytes` are parameter gradients or sums that the gradient pass has to allocate, `optimizer_bytes` the
-    states that come after it.
+    states that come after it. `is_only`: no other sequence is to have pages at the same time.
     """
     request = Request(**locals())
     placement, problem = place(request)
@@ -238,7 +239,7 @@ def to_the_brim(request: Request, limits: Collection[str]) -> Request:
         request = replace(request, config=replace(request.config, host_memory=there))
     if "gpu_memory" in limits:
         unlimited, _ = place(replace(request, config=replace(request.config, gpu_memory=1 << 62)))
-        # A limit that someone has set is not lowered for states that come after the first step, so this one is.
+        # A limit that someone has set is not always lowered for states that come after the first step, so this is.
         there = four_digits(int(request.room) - unlimited.needed_bytes - request.optimizer_bytes)
         request = replace(request, config=replace(request.config, gpu_memory=there))
     return request

@@ -94,23 +94,33 @@ class Budget:
         )
 
     def open(
-        self, *, batch_size: int, length: int, longest: int, trains: bool, fused: bool, float32_sums: bool
+        self,
+        *,
+        batch_size: int,
+        length: int,
+        longest: int,
+        trains: bool,
+        fused: bool,
+        float32_sums: bool,
+        is_only: bool = True,
     ) -> tuple[Placement, PageStore]:
         """The pages for a batch of `length` tokens (its longest document's: `longest`), and what was decided about it.
+        `is_only` says that no other is opened before this one is closed.
         Must be called while the model is running. Raises `OutOfPages`, with the numbers, if it cannot be done.
 
         A batch of the same kind as one before is placed as that was: memory stays as it is from step to step. Beside
         others that hold pages, it is placed by what they have left.
         """
         shapes = self._layer_shapes()
-        key = batch_size, length, trains, self._autocast, tuple(shapes.values())
+        key = batch_size, length, trains, is_only, self._autocast, tuple(shapes.values())
         layers = {layer: _layer_spec(shape, batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
                 return self._placements[key], self._pages(self._placements[key], layers, trains)
-        placement = self._place(shapes, batch_size, length, longest, trains, fused, float32_sums)
+        is_only = is_only and is_alone
+        placement = self._place(shapes, batch_size, length, longest, trains, fused, float32_sums, is_only)
         store = self._pages(placement, layers, trains)
         if is_alone:
             self._placements[key] = placement
@@ -173,6 +183,7 @@ class Budget:
         trains: bool,
         fused: bool,
         float32_sums: bool,
+        is_only: bool,
     ) -> Placement:
         """What of a batch is kept and where, by the memory there is now."""
         layers = tuple(
@@ -209,6 +220,7 @@ class Budget:
             missing_grad_bytes=pending_bytes(self.model.parameters(), float32_sums) if trains else 0,
             # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
             optimizer_bytes=0 if self.has_stepped or not trains else 2 * facts.grad_bytes,
+            is_only=is_only,
         )
 
 

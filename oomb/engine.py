@@ -168,6 +168,7 @@ class Engine:
         count = Count(sum(len(sequence.bounds) for sequence in sequences))
         for sequence in sequences:
             sequence.count, sequence.is_last = count, sequence is sequences[-1]
+            sequence.is_only = len(sequences) == 1
         if not trains:
             with torch.no_grad():
                 return [sequence.fill() for sequence in sequences]
@@ -218,7 +219,8 @@ class Sequence:
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
         self.count = Count(len(self.bounds))
-        self.is_last = True
+        self.is_last = self.is_only = True
+        """Of the sequences of a call."""
         """Of those of a call: it is filled last, and its backward comes first."""
         self.index, (self.start, self.end) = 0, self.bounds[0]
         self.is_random = self.model.draws_random_numbers()
@@ -242,6 +244,7 @@ class Sequence:
                 trains=self.trains,
                 fused=self.engine.fuse,
                 float32_sums=self.engine.sums_in_float32,
+                is_only=self.is_only,
             )
         self.checkpoint_layers = placement.checkpoint_layers
         self.may_keep_last_chunk = placement.keep_last_chunk

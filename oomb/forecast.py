@@ -350,7 +350,7 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
     """Bytes loaded to the GPU, and bytes stored to the host, in the fill pass and in the gradient pass; and bytes of
     chosen pages that are loaded in the fill pass beside these."""
     chunk, first = request.config.chunk_size, placement.gpu_tokens
-    kept = placement.out_tokens / max(1, placement.capacity)
+    kept_from = placement.capacity - placement.out_tokens
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
     chosen, chosen_loads = (0.0, 0.0), 0.0
@@ -361,12 +361,14 @@ def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float
         if index in request.sparse_layers:
             seen, seen_grad = chosen
             chosen_loads += kv * seen
+            again = seen * kept_from / max(1, placement.capacity)
         else:
             seen = seen_grad = _tokens_read(chunk, placement.capacity, first, layer.window)
             fill_loads += kv * seen
+            again = _tokens_read(chunk, kept_from, min(first, kept_from), layer.window)
         fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
         if request.trains:
-            grad_loads += kv * (2 - kept) * seen + grad * seen_grad
+            grad_loads += kv * (seen + again) + grad * seen_grad
             grad_loads += out * placement.host_out_tokens
             grad_stores += grad * seen_grad
     return (fill_loads, grad_loads), (fill_stores, grad_stores), chosen_loads

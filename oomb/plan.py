@@ -29,9 +29,8 @@ from oomb.metrics import gib
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
-WORTH_A_FORWARD = 0.25
-"""Share of K and V that the fill pass waits for, where pages are chosen, for about as long as the layers' products of
-one forward take: Qwen2.5-7B on an H200, 32 pages of 128 for a chunk of 64 tokens."""
+OPERATIONS_PER_BYTE = 12_800
+"""Of matrix products, in the time that the link takes for a byte: 575 TFLOP/s and 45 GB/s (`oomb.forecast`)."""
 MARGIN = 0.9
 """Share of what is left that "auto" gives to pages, and at which a chunk's activations count as fitting."""
 OPTIONAL_SHARE = 0.75
@@ -164,6 +163,8 @@ class Request:
     host_room: int
     missing_grad_bytes: int
     optimizer_bytes: int
+    is_only: bool = True
+    """No other sequence is to have pages at the same time."""
     state_bytes: int = 0
     """Optimizer states that exist and are not yet taken off `gpu_room`."""
 
@@ -232,12 +233,24 @@ def place(request: Request) -> tuple[Placement, str | None]:
             (fast, problem), (lean, lean_problem) = (_place_outputs(request, lean) for lean in (False, True))
             if request.sparse_layers:
                 # K and V on the host hold up the fill pass; their gradients there cost no time.
-                is_fuller = lean.gpu_tokens - fast.gpu_tokens > WORTH_A_FORWARD * request.capacity
+                is_fuller = lean.gpu_tokens - fast.gpu_tokens > _worth_a_forward(request) * request.capacity
             else:
                 # Activations do not take what someone has set aside for pages.
                 is_fuller = config.gpu_memory != "auto" and lean.gpu_bytes > fast.gpu_bytes
             is_checkpointed = problem is not None or (lean_problem is None and is_fuller)
     return _place_outputs(request, is_checkpointed)
+
+
+def _worth_a_forward(request: Request) -> float:
+    """The share of K and V on the host for which the fill pass waits as long as another forward takes, which is what
+    checkpointed layers cost. With 64 pages of 128 for each tile, chunks of 4096 and Qwen2.5-7B about a quarter."""
+    config, facts = request.config, request.facts
+    assert config.page_budget is not None
+    drawn = request.batch_size * -(-config.chunk_size // TILE_SIZE) * config.page_budget
+    kv_row = sum(request.rows[index][0] for index in request.sparse_layers)
+    waited = min(drawn * config.page_size, request.capacity) * kv_row
+    products = 2 * request.chunk_tokens * (facts.active_matrix_elements - facts.vocab_size * facts.hidden_size)
+    return products / OPERATIONS_PER_BYTE / waited
 
 
 def _place_outputs(request: Request, is_checkpointed: bool) -> tuple[Placement, str | None]:
@@ -249,17 +262,19 @@ def _place_outputs(request: Request, is_checkpointed: bool) -> tuple[Placement, 
     if problem is None or asked is True:
         return placement, problem
     placement, problem = _place(request, is_checkpointed, out_tokens=0)
-    if problem is None and (out_tokens := _spare_tokens(request, placement)) > LEAST_KEPT * capacity:
-        some, some_problem = _place(request, is_checkpointed, out_tokens=out_tokens)
-        if some_problem is None:
-            return some, None
+    # What others are to have is not known, and outputs are not to take it.
+    if problem is None and request.gpu_room is not None and request.is_only:
+        for out_tokens in sorted(_spare_tokens(request, placement), reverse=True):
+            if out_tokens > LEAST_KEPT * capacity:
+                some, some_problem = _place(request, is_checkpointed, out_tokens=out_tokens)
+                if some_problem is None:
+                    return some, None
     return placement, problem
 
 
-def _spare_tokens(request: Request, placement: Placement) -> int:
-    """Tokens of whole chunks whose attention outputs the host has room for, beside what is placed there."""
-    if request.gpu_room is None:
-        return 0
+def _spare_tokens(request: Request, placement: Placement) -> tuple[int, int]:
+    """Tokens of whole chunks for whose attention outputs there is room beside what is placed: on the GPU, where all
+    else must lie there too, and on the host."""
     out_row, chunk = sum(out for _, _, out in request.rows), request.config.chunk_size
     # More buffers on the GPU may send pages to the host, and a page may begin before the first chunk.
     buffers = _staging(request, keeps=True)
@@ -267,8 +282,13 @@ def _spare_tokens(request: Request, placement: Placement) -> int:
         buffers -= _staging(request, keeps=False)
     elif request.sparse_layers:
         buffers += _buffers(request, 0) + _buffers(request, 1)
-    room = _optional_limit(request) - placement.host_bytes - buffers - request.config.page_size * out_row
-    return min(request.capacity - chunk, max(0, room // out_row) // chunk * chunk)
+    rooms = (
+        0 if placement.host_bytes else int(_gpu_budget(request, placement.needed_bytes, 0)) - placement.gpu_bytes,
+        _optional_limit(request) - placement.host_bytes - buffers,
+    )
+    page = request.config.page_size * out_row
+    on_gpu, on_host = (min(request.capacity - chunk, max(0, room - page) // out_row // chunk * chunk) for room in rooms)
+    return on_gpu, on_host
 
 
 def _optional_limit(request: Request) -> int:
@@ -427,11 +447,14 @@ def _problem(request: Request, placement: Placement, needed: int, out_bytes: int
 
 def _gpu_budget(request: Request, needed: int, staging: int) -> float:
     """GPU memory for what grows with the context, beside `needed` and `staging`."""
-    left = request.room - needed - request.optimizer_bytes
-    if request.config.gpu_memory != "auto":
-        # The most that someone allows: it is not filled where activations would not fit beside it.
-        return max(0.0, min(parse_bytes(request.config.gpu_memory), left - staging))
-    return max(0.0, MARGIN * left - staging)
+    left = request.room - needed
+    if request.config.gpu_memory == "auto":
+        return max(0.0, MARGIN * (left - request.optimizer_bytes) - staging)
+    # The most that someone allows: it is not filled where activations would not fit beside it, nor the states of
+    # adapters, which are small. Those of all weights are for whoever sets a limit to think of: they may be elsewhere.
+    if request.facts.has_adapters:
+        left -= request.optimizer_bytes
+    return max(0.0, min(parse_bytes(request.config.gpu_memory), left - staging))
 
 
 def _total(terms: tuple[Term, ...], tier: str, *, grows: bool) -> int:

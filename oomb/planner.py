@@ -272,7 +272,7 @@ def facts_for(name: str, *, dtype: str = "bfloat16", lora: bool = False, config:
                 raise
         if lora:
             network = presets.with_lora(network)
-    return facts_of(network, autocast=lora)
+    return facts_of(network, autocast=lora and precision is torch.bfloat16)
 
 
 def find_machine(gpu: str | None, host: str | None) -> Machine:

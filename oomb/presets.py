@@ -259,14 +259,14 @@ def with_lora(network: nn.Module) -> Any:
 
 
 def autocast_for(network: nn.Module) -> torch.autocast:
-    """The precision that `oomb train` computes in: where float32 adapters stand beside 16-bit weights, that of the
+    """The precision that `oomb train` computes in: where float32 adapters stand beside weights in bfloat16, that of the
     weights. PEFT alone would cast its inputs to float32."""
     import torch
 
     first = next(p for p in network.parameters() if p.is_floating_point())
     has_wide = any(p.requires_grad and p.dtype.itemsize > first.dtype.itemsize for p in network.parameters())
-    is_short = first.dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(first.device.type, first.dtype, enabled=has_wide and is_short and first.is_cuda)
+    is_short = first.dtype is torch.bfloat16
+    return torch.autocast(first.device.type, torch.bfloat16, enabled=has_wide and is_short and first.is_cuda)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:

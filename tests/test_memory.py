@@ -317,6 +317,23 @@ def test_a_slab_that_is_much_too_large_is_given_up(tiers: Tiers) -> None:
     assert tiers.idle_bytes(GPU) == 0, "one chunk needs no pages"
 
 
+def test_pinned_slabs_that_are_too_large_go_for_want_of_memory(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer sequence has more pages and room for fewer outputs: the sum was counted, not the largest of each."""
+
+    def held() -> int:
+        return sum(arena.num_bytes for (tier, _), arena in tiers.arenas.items() if tier == HOST)
+
+    make_store(tiers, 4, layers={0: layer_spec()}, out_tokens=4 * CHUNK, page_size=1).close()
+    before = held()
+    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 2**40)
+    make_store(tiers, 6, layers={0: layer_spec()}, out_tokens=CHUNK, page_size=1).close()
+    assert held() > before, "pinned memory is kept while there is room"
+    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 0)
+    longest = make_store(tiers, 8, layers={0: layer_spec()}, out_tokens=CHUNK, page_size=1)
+    assert held() == tiers.held_bytes(HOST)
+    longest.close()
+
+
 def test_pinned_slabs_of_other_sizes_stay_while_there_is_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     make_store(tiers, gpu_tokens=0).close()
     before = set(tiers.arenas)

@@ -186,6 +186,14 @@ def test_auto_takes_what_is_left() -> None:
     some = ask(config=one_gib, host_room=int(outs / 0.76))
     assert 0 < some.out_tokens < roomy.capacity and some.gpu_out_tokens == 0
     assert 0.7 * outs < some.host_bytes <= 0.75 * outs / 0.76
+    # Beside others it is all or none: they are to find room as well.
+    assert ask(config=one_gib, host_room=int(outs / 0.74), is_only=False).out_tokens == roomy.capacity
+    assert not ask(config=one_gib, host_room=int(outs / 0.76), is_only=False).keep_attention
+    # Where the host has no room the GPU may have some, for all pages and for the last outputs.
+    whole, none = (ask(config=Config(chunk_size=256, page_size=64, keep_attention=k)) for k in (True, False))
+    halfway = (whole.gpu_bytes + none.gpu_bytes) / 2
+    near = ask(gpu_room=none.needed_bytes + int(halfway / 0.9), host_room=0)
+    assert 0.4 < near.out_tokens / near.capacity < 0.5 and near.gpu_out_tokens == near.out_tokens
     pages = bytes_of(ask(config=replace(one_gib, keep_attention=False)), HOST)
     assert not ask(config=one_gib, host_room=int(pages / 0.7)).keep_attention, "too few to be worth it"
     assert not ask(trains=False).keep_attention and not ask(length=256).keep_attention

@@ -95,6 +95,17 @@ def test_times_are_those_that_were_measured(context: int, kept: bool, checkpoint
     assert plan.seconds == pytest.approx(seconds, rel=0.06)
 
 
+# The same with LoRA, whose adapters compute in bfloat16: 32,768 tokens, by chunk size and checkpointed.
+LORA_TIMES = [(4096, True, 5.43), (4096, False, 4.43), (8192, True, 5.26)]
+
+
+@pytest.mark.parametrize("chunk, checkpointed, seconds", LORA_TIMES)
+def test_times_with_lora(chunk: int, checkpointed: bool, seconds: float) -> None:
+    config = Config(chunk_size=chunk, keep_attention=False, checkpoint_layers=checkpointed)
+    plan = forecast(facts_for("qwen2.5-7b", lora=True), config, H200, length=32768, optimizer="none")
+    assert plan.seconds == pytest.approx(seconds, rel=0.03)
+
+
 def test_float32_sums_at_chunks_of_4096() -> None:
     config = Config(chunk_size=4096, keep_attention=False, checkpoint_layers=False, param_grad_dtype="float32")
     plan = forecast(facts_for("qwen2.5-7b"), config, H200, length=3 * 4096, optimizer="none")

@@ -202,16 +202,18 @@ class Tiers:
 
     def _release_idle(self, num_pages: Mapping[Key, int]) -> None:
         """Gives up slabs that nobody uses and whose memory was counted as free in the plan for `num_pages`: on the GPU
-        all that are not of the size asked for; pinned memory, which is dear to take again, only for want of memory."""
+        all that are not of the size asked for; pinned memory, which is dear to take again, only for want of memory, and
+        then also where there is more of it than is asked for."""
         idle = [key for key in self.arenas if self._is_idle(key)]
         for key in idle:
             wanted = num_pages.get(key, 0)
             if key[0] == GPU and not wanted <= self.arenas[key].pool.num_pages <= SPARE * wanted:
                 del self.arenas[key]
         on_host = {key: count for key, count in num_pages.items() if key[0] == HOST}
-        missing = sum(max(0, count - self._num_open(key)) * key[1] for key, count in on_host.items())
-        for key in idle:
-            if key[0] == HOST and not num_pages.get(key) and missing > free_host_bytes():
+        # Those that nobody wants first, then those of which less is wanted: these are made anew.
+        for key in sorted((key for key in idle if key[0] == HOST), key=lambda key: num_pages.get(key, 0) > 0):
+            missing = sum(max(0, count - self._num_open(wanted)) * wanted[1] for wanted, count in on_host.items())
+            if missing > free_host_bytes() and self.arenas[key].pool.num_pages > num_pages.get(key, 0):
                 del self.arenas[key]
         if all(map(self._is_idle, self.arenas)) and not any(on_host.values()):
             self.release_rings()

@@ -279,7 +279,8 @@ def _describe(
         _when_saved(settings),
     ]
     if placement.capacity:
-        what = "K, V and their gradients" + (", attention outputs" if placement.keep_attention else "")
+        kept = "" if placement.out_tokens == placement.capacity else f" of {placement.out_tokens:,} tokens"
+        what = "K, V and their gradients" + (f", attention outputs{kept}" if placement.keep_attention else "")
         host = f", {gib(placement.host_bytes)} on the host" if placement.host_bytes else ""
         lines.append(f"{what}: {gib(placement.gpu_bytes)} on {device}{host}")
     if precision.warning is not None:
