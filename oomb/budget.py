@@ -66,7 +66,8 @@ class Budget:
     @property
     def tiers(self) -> Tiers:
         if self._tiers is None or self._tiers.device != self.model.device:
-            self._tiers = Tiers(self.model.device)
+            limit = self.config.host_memory
+            self._tiers = Tiers(self.model.device, None if limit == "auto" else parse_bytes(limit))
             self._placements.clear()
         return self._tiers
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oomb
+from oomb import budget
 from oomb.attention import kernels, packed, reference
 from oomb.attention.chunk import Spec
 from oomb.documents import lay_out
@@ -386,6 +387,23 @@ def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, mon
     monkeypatch.setattr(Sequence, "walk_back", seen)
     engine.loss(documents_of((48, 40, 33))).backward()
     assert order == [(33, True), (40, False), (48, False)]
+
+
+def test_several_sequences_are_placed_with_room_for_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One alone may fill the host with attention outputs; of several none does, nor one beside pages of another."""
+    engine, found, decide = engine_for(model, CHUNK), [], budget.decide
+
+    def seen(*args: Any, is_only: bool, **settings: Any) -> Any:
+        found.append(is_only)
+        return decide(*args, is_only=is_only, **settings)
+
+    monkeypatch.setattr(budget, "decide", seen)
+    engine.loss(documents_of((48, 40, 33))).backward()
+    assert found == [False] * 3
+    [document] = documents_of((48,))
+    first, second = engine.loss(document[None]), engine.loss(document[None])
+    (first + second).backward()
+    assert found[3:] == [True, False], "the same length, but otherwise placed"
 
 
 def test_learned_positions_are_counted_in_each_document() -> None:

@@ -15,6 +15,7 @@ from stores import CHUNK, CPU, PLACEMENTS, B, D, K, V, fill, layer_spec, make_st
 from oomb.memory import (
     GPU,
     HOST,
+    PageStore,
     Row,
     Tiers,
     row_bytes,
@@ -317,19 +318,28 @@ def test_a_slab_that_is_much_too_large_is_given_up(tiers: Tiers) -> None:
     assert tiers.idle_bytes(GPU) == 0, "one chunk needs no pages"
 
 
-def test_pinned_slabs_that_are_too_large_go_for_want_of_memory(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_limit", [False, True])
+def test_pinned_slabs_that_are_too_large_go_for_want_of_memory(
+    tiers: Tiers, has_limit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A longer sequence has more pages and room for fewer outputs: the sum was counted, not the largest of each."""
 
     def held() -> int:
         return sum(arena.num_bytes for (tier, _), arena in tiers.arenas.items() if tier == HOST)
 
-    make_store(tiers, 4, layers={0: layer_spec()}, out_tokens=4 * CHUNK, page_size=1).close()
+    def store(num_chunks: int, out_tokens: int) -> PageStore:
+        return make_store(tiers, num_chunks, layers={0: layer_spec()}, out_tokens=out_tokens, page_size=1)
+
+    store(4, 4 * CHUNK).close()
     before = held()
     monkeypatch.setattr(slabs, "free_host_bytes", lambda: 2**40)
-    make_store(tiers, 6, layers={0: layer_spec()}, out_tokens=CHUNK, page_size=1).close()
+    store(6, CHUNK).close()
     assert held() > before, "pinned memory is kept while there is room"
-    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 0)
-    longest = make_store(tiers, 8, layers={0: layer_spec()}, out_tokens=CHUNK, page_size=1)
+    if has_limit:
+        tiers.host_limit = held()
+    else:
+        monkeypatch.setattr(slabs, "free_host_bytes", lambda: 0)
+    longest = store(8, CHUNK)
     assert held() == tiers.held_bytes(HOST)
     longest.close()
 

@@ -168,9 +168,9 @@ class Holding:
 class Tiers:
     """All page memory of an engine, and the streams and buffers that move it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host_limit: int | None = None) -> None:
         avoid_gaps(device)
-        self.device = device
+        self.device, self.host_limit = device, host_limit
         self.copier = Copier(device)
         self.prefetcher = Prefetcher(self.copier)
         self.arenas: dict[Key, Arena] = {}
@@ -213,10 +213,15 @@ class Tiers:
         # Those that nobody wants first, then those of which less is wanted: these are made anew.
         for key in sorted((key for key in idle if key[0] == HOST), key=lambda key: num_pages.get(key, 0) > 0):
             missing = sum(max(0, count - self._num_open(wanted)) * wanted[1] for wanted, count in on_host.items())
-            if missing > free_host_bytes() and self.arenas[key].pool.num_pages > num_pages.get(key, 0):
+            if missing > self._host_room() and self.arenas[key].pool.num_pages > num_pages.get(key, 0):
                 del self.arenas[key]
         if all(map(self._is_idle, self.arenas)) and not any(on_host.values()):
             self.release_rings()
+
+    def _host_room(self) -> int:
+        """Bytes of host memory that slabs may still take."""
+        held = sum(arena.num_bytes for (tier, _), arena in self.arenas.items() if tier == HOST)
+        return free_host_bytes() if self.host_limit is None else min(free_host_bytes(), self.host_limit - held)
 
     def release_rings(self) -> None:
         """Gives up the staging buffers."""
