@@ -51,6 +51,21 @@ class Stats:
     """The same in host memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A batch that is to have pages."""
+
+    batch_size: int
+    length: int
+    longest: int
+    """Of its documents: the longest one's length."""
+    trains: bool
+    fused: bool
+    float32_sums: bool
+    is_only: bool = True
+    """No other is opened before this one is closed."""
+
+
 class Budget:
     """The memory of an engine: its tiers, and who gets how much of them."""
 
@@ -94,35 +109,23 @@ class Budget:
             host_peak_bytes=peak[HOST],
         )
 
-    def open(
-        self,
-        *,
-        batch_size: int,
-        length: int,
-        longest: int,
-        trains: bool,
-        fused: bool,
-        float32_sums: bool,
-        is_only: bool = True,
-    ) -> tuple[Placement, PageStore]:
-        """The pages for a batch of `length` tokens (its longest document's: `longest`), and what was decided about it.
-        `is_only` says that no other is opened before this one is closed.
-        Must be called while the model is running. Raises `OutOfPages`, with the numbers, if it cannot be done.
+    def open(self, wanted: Wanted) -> tuple[Placement, PageStore]:
+        """The pages for a batch, and what was decided about it. Must be called while the model is running. Raises
+        `OutOfPages`, with the numbers, if it cannot be done.
 
         A batch of the same kind as one before is placed as that was: memory stays as it is from step to step. Beside
         others that hold pages, it is placed by what they have left.
         """
         shapes = self._layer_shapes()
-        key = batch_size, length, trains, is_only, self._autocast, tuple(shapes.values())
-        layers = {layer: _layer_spec(shape, batch_size, self.config) for layer, shape in shapes.items()}
+        key = wanted.batch_size, wanted.length, wanted.trains, wanted.is_only, self._autocast, tuple(shapes.values())
+        layers = {layer: _layer_spec(shape, wanted.batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
-                return self._placements[key], self._pages(self._placements[key], layers, trains)
-        is_only = is_only and is_alone
-        placement = self._place(shapes, batch_size, length, longest, trains, fused, float32_sums, is_only)
-        store = self._pages(placement, layers, trains)
+                return self._placements[key], self._pages(self._placements[key], layers, wanted.trains)
+        placement = self._place(shapes, replace(wanted, is_only=wanted.is_only and is_alone))
+        store = self._pages(placement, layers, wanted.trains)
         if is_alone:
             self._placements[key] = placement
         return placement, store
@@ -175,17 +178,7 @@ class Budget:
             self._shapes[key] = self.model.layer_shapes()
         return self._shapes[key]
 
-    def _place(
-        self,
-        shapes: dict[int, LayerShape],
-        batch_size: int,
-        length: int,
-        longest: int,
-        trains: bool,
-        fused: bool,
-        float32_sums: bool,
-        is_only: bool,
-    ) -> Placement:
+    def _place(self, shapes: dict[int, LayerShape], wanted: Wanted) -> Placement:
         """What of a batch is kept and where, by the memory there is now."""
         layers = tuple(
             LayerFacts(
@@ -199,10 +192,10 @@ class Budget:
             for shape in shapes.values()
         )
         facts = facts_of(self.model.lm, layers, autocast=self._autocast is not None)
-        if facts.has_wide_adapters and trains and self.model.device.type == "cuda" and not self._has_warned:
+        if facts.has_wide_adapters and wanted.trains and self.model.device.type == "cuda" and not self._has_warned:
             self._has_warned = True
             warnings.warn(SLOW_ADAPTERS, stacklevel=2)
-        if longest < length:
+        if wanted.longest < wanted.length:
             # Each document has positions of its own, and its length has been checked.
             facts = replace(facts, num_positions=None)
         gpu_room, host_room = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
@@ -211,17 +204,17 @@ class Budget:
         return decide(
             facts,
             self._left_over(),
-            batch_size=batch_size,
-            length=length,
-            trains=trains,
-            float32_sums=float32_sums,
-            fused=fused,
+            batch_size=wanted.batch_size,
+            length=wanted.length,
+            trains=wanted.trains,
+            float32_sums=wanted.float32_sums,
+            fused=wanted.fused,
             gpu_room=None if gpu_room is None else gpu_room + self.tiers.idle_bytes(GPU),
             host_room=host_room,
-            missing_grad_bytes=pending_bytes(self.model.parameters(), float32_sums) if trains else 0,
+            missing_grad_bytes=pending_bytes(self.model.parameters(), wanted.float32_sums) if wanted.trains else 0,
             # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
-            optimizer_bytes=0 if self.has_stepped or not trains else 2 * facts.grad_bytes,
-            is_only=is_only,
+            optimizer_bytes=0 if self.has_stepped or not wanted.trains else 2 * facts.grad_bytes,
+            is_only=wanted.is_only,
         )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from oomb.attention.chunk import ChunkAttention, Spec, attend
 from oomb.attention.sparse import ChosenPast
-from oomb.budget import Budget, Stats
+from oomb.budget import Budget, Stats, Wanted
 from oomb.config import Config
 from oomb.documents import Given, read
 from oomb.grads import collecting, float32_sums_fit, refuse_hooks
@@ -219,8 +219,9 @@ class Sequence:
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
         self.count = Count(len(self.bounds))
-        self.is_last = self.is_only = True
-        """Of the sequences of a call."""
+        self.is_only = True
+        """Of a call's sequences."""
+        self.is_last = True
         """Of those of a call: it is filled last, and its backward comes first."""
         self.index, (self.start, self.end) = 0, self.bounds[0]
         self.is_random = self.model.draws_random_numbers()
@@ -238,13 +239,15 @@ class Sequence:
         """Decides what is kept and where, and takes the memory for it: all of it or none."""
         with self._running(), self._random_numbers_untouched():
             placement, self.store = self.engine.budget.open(
-                batch_size=len(self.batch.ids),
-                length=self.bounds[-1][1],
-                longest=self.batch.longest,
-                trains=self.trains,
-                fused=self.engine.fuse,
-                float32_sums=self.engine.sums_in_float32,
-                is_only=self.is_only,
+                Wanted(
+                    batch_size=len(self.batch.ids),
+                    length=self.bounds[-1][1],
+                    longest=self.batch.longest,
+                    trains=self.trains,
+                    fused=self.engine.fuse,
+                    float32_sums=self.engine.sums_in_float32,
+                    is_only=self.is_only,
+                )
             )
         self.checkpoint_layers = placement.checkpoint_layers
         self.may_keep_last_chunk = placement.keep_last_chunk

@@ -271,11 +271,8 @@ def predict_seconds(request: Request, placement: Placement, machine: Machine) ->
     pass it waits for pages that have just been chosen."""
     if machine.scale is None:
         return None
-    work, link, (loads, stores, chosen) = (
-        _work(request, placement),
-        machine.link_bytes_per_second,
-        _traffic(request, placement),
-    )
+    work, link = _work(request, placement), machine.link_bytes_per_second
+    loads, stores, chosen = _traffic(request, placement)
     return chosen / link + sum(
         max(compute / machine.scale, load / link, store / link) for compute, load, store in zip(work, loads, stores)
     )

@@ -35,10 +35,10 @@ MARGIN = 0.9
 """Share of what is left that "auto" gives to pages, and at which a chunk's activations count as fitting."""
 OPTIONAL_SHARE = 0.75
 """Share of the free host memory up to which attention outputs are kept there without being asked for."""
-LEAST_KEPT = 1 / 16
-"""Share of the tokens whose attention outputs are worth the trouble of keeping them."""
 CPU_OPTIONAL_SHARE = 0.25
 """The same for a model on a CPU, where weights, activations and pages compete for one memory."""
+LEAST_KEPT = 1 / 16
+"""Share of the tokens whose attention outputs are worth the trouble of keeping them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast, machine_named
 from oomb.memory import GPU, HOST, OutOfPages, row_bytes, staging_bytes
 from oomb.metrics import GIB
-from oomb.plan import LayerFacts, ModelFacts, Placement, Request, place
+from oomb.plan import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
 
 MIB = 1 << 20
 SOME_FAMILIES = [
@@ -71,6 +71,8 @@ def bytes_of(placement: Placement | Plan, tier: str) -> int:
 
 def test_constants_are_those_of_the_code_they_describe() -> None:
     assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (loss.PLAIN_TILE, loss.FUSED_TILE)
+    rates = forecasting.MATRIX_TFLOPS * 1e12 / forecasting.LINK_BYTES_PER_SECOND
+    assert pytest.approx(rates, rel=0.01) == OPERATIONS_PER_BYTE
 
 
 requests = st.builds(

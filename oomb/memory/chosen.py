@@ -126,6 +126,7 @@ class ChosenPages:
         self.num_summarised = dict.fromkeys(self.layers, 0)
         self.chosen_done: dict[int, Event] = {}
         self._addresses: dict[tuple[str, int], Tensor] = {}
+        """Where the pages of a kind and layer begin."""
         self._rests: dict[tuple[str, int], Tensor] = {}
         """The same, for the CPU."""
         num_chunks = store.capacity // store.chunk_size
@@ -283,7 +284,7 @@ class ChosenPages:
         choice = self.choice(layer, start, end)
         assert choice is not None
         self.touched[layer].scatter_(1, choice.flatten(1).long(), 1)
-        if self.uses_engines and self.store.gpu_pages["grad"] < self.num_pages:
+        if self.uses_engines and self._has_far("grad", start):
             self.known.touch(layer, self._known_pages(layer, start, end))
 
     def _is_at_hand(self, kind: str, layer: int, start: int) -> bool:

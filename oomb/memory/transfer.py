@@ -26,7 +26,7 @@ Event = Any
 Copies = list[tuple[Tensor, Tensor]]
 """(destination, source) pairs."""
 Work = Copies | Callable[[], None]
-"""Copies, or what makes them: kernels that read which ones on the GPU, and count them there."""
+"""Copies, or what makes them and counts them on the GPU: kernels that read there which ones, or copy engines."""
 
 
 class Copier:
