@@ -1,6 +1,6 @@
 """Steps with attention to chosen pages: their time, where it goes, and the growth of GPU memory.
 
-python benchmarks/sparse.py times                      # 64K to 1M, 128K and 1M kernel by kernel: six minutes on an H200
+python benchmarks/sparse.py times                      # 64K to 1M, 128K and 1M kernel by kernel: ten minutes on an H200
 python benchmarks/sparse.py growth --layers 7,14       # all pages on the host, 256K against 1M: about eight minutes
 
 A gate comes first: with a budget that covers every page, loss and gradients are those of standard training, and with a
