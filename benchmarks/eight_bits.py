@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,6 +143,8 @@ def main(
             shapes["64 pages of 128"] = {**dense, "page_budget": 64, "page_size": 128}
             generator = torch.Generator().manual_seed(0)
             texts = [("random", torch.randint(1, network.config.vocab_size, (1, length), generator=generator))]
+        for shape, dtypes in product(shapes.values(), variants.values()):
+            Config.from_dict({**shape, **dtypes})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     rows = measure(network, texts, shapes, variants, console)

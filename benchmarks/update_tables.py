@@ -123,13 +123,20 @@ def headline() -> str:
     context = max(rows_of("standard", report))
     ours, standard = (rows_of(mode, report)[context] for mode in ("oomb", "standard"))
     further = by_place["host"][max(by_place["host"])]
+    done = [row for row in sparse_rows("times") if row["problem"] is None] if exists(SPARSE.format("times")) else []
+    chosen = max(done, key=lambda row: row["context"], default=None)
     return (
         f"On one {report['machine']['gpu']['name']}, a step of the Qwen2.5-7B shape at {context:,} tokens takes "
         f"**{ours['seconds']:.1f} s where standard training takes {standard['seconds']:.1f} s**; at "
         f"{further['context']:,} tokens {further['measured_seconds']:.0f} s in "
         f"{further['measured_gpu_bytes'] / 2**30:.0f} GiB of GPU memory (AdamW: 28 GiB more), with K, V and their "
-        "gradients in host memory "
-        "([performance](#performance))."
+        "gradients in host memory"
+        + (
+            f"; with attention to chosen pages, {chosen['context']:,} tokens in {chosen['seconds']:.0f} s"
+            if chosen
+            else ""
+        )
+        + " ([performance](#performance))."
     )
 
 
@@ -273,7 +280,39 @@ def sparse_details() -> str:
             f"{settings['length']:,} tokens: the training loss of the last ten steps is {losses['dense']:.3f} with "
             f"dense attention and {losses['sparse']:.3f} with {settings['budget']} pages of {settings['page_size']}.",
         ]
+        if exists(picture := TRAINED.replace(".json", ".png")):
+            lines += [
+                "",
+                f"![Training loss with dense attention and with chosen pages](../benchmarks/results/{picture})",
+            ]
     return "\n".join(lines)
+
+
+EIGHT_BITS = {"eight_bits_smollm2.json": "SmolLM2-135M", "eight_bits_qwen2.5-7b.json": "Qwen2.5-7B shape"}
+"""Results of eight_bits.py, and what each model is called."""
+
+
+def eight_bits() -> str:
+    """How near pages in 8 bits stay to pages in 16, for docs/limits.md: as much as there are files of."""
+    lines = [
+        "The gradient of all parameters against that of pages in bfloat16 (`benchmarks/eight_bits.py`), cosine:",
+        "",
+        "| model | text | attention | tokens, chunks | K and V in 8 bits | gradients too |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    rows = []
+    for name, model in EIGHT_BITS.items():
+        report = load(name) if exists(name) else {"rows": []}
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in report["rows"]:
+            found.setdefault((row["text"], row["attention"]), {})[row["variant"]] = row
+        for (text, attention), row in found.items():
+            keys, all_of_it = row["K and V in int8"], row["all in int8"]
+            rows.append(
+                f"| {model} | {text} | {attention} | {report['settings']['tokens']:,}, {keys['num_chunks']} | "
+                f"{keys['cosine']:.5f} | {all_of_it['cosine']:.5f} |"
+            )
+    return "\n".join(lines + rows) if rows else ""
 
 
 def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -389,6 +428,7 @@ def main(check: bool) -> bool:
         ("docs/sparse.md", "fidelity", fidelity),
         ("README.md", "sparse", sparse_summary),
         ("docs/sparse.md", "sparse", sparse_details),
+        ("docs/limits.md", "eight_bits", eight_bits),
         ("docs/finetune.md", "finetune", finetune),
     )
     for path, marker, make in blocks:

@@ -397,4 +397,7 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     )  # fmt: skip
     details = update_tables.sparse_details()
     assert "grows by 3.0 MB per 10,000 tokens from 262,144 to 1,048,576 tokens (measured with 28 layers)." in details
+    assert "train_sparse.png" not in details
+    (tmp_path / "train_sparse.png").touch()
+    assert "(../benchmarks/results/train_sparse.png)" in update_tables.sparse_details()
     assert "| linear layers | 75.0% |" in details and "is 1.000 with dense attention and 1.010 with 64 pages" in details
