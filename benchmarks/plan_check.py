@@ -3,7 +3,8 @@
 python benchmarks/plan_check.py                              # about ten minutes on an H200
 python benchmarks/plan_check.py --contexts 32K,128K --cases full,lora --places gpu,host
 
-Ends with exit code 1 if a predicted peak is more than 3% off.
+Ends with exit code 1 if a predicted peak is more than 3% off, or if a step that was predicted to fit comes to nothing.
+The file is written before each part of a long step: one that is killed leaves a row that says how far it came.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -65,6 +67,7 @@ GPU, and the host filled to the brim."""
 SPARE_HOST_BYTES = 3 << 30
 """What "brim" leaves of the host's memory to all else."""
 TOLERANCE = 0.03
+NOT_PLANNED = "predicted not to fit"
 WARM_UP_CHUNKS = {"dense": 3, "chosen": 16}
 """After so many chunks every kernel has been built."""
 
@@ -102,7 +105,9 @@ class Row:
             (self.predicted_gpu_bytes, self.measured_gpu_bytes),
             (self.predicted_host_bytes, self.measured_host_bytes),
         )
-        return self.problem is not None or all(abs(p - m) <= TOLERANCE * m for p, m in pairs)
+        if self.problem is not None:
+            return self.problem.startswith(NOT_PLANNED)
+        return all(abs(p - m) <= TOLERANCE * m for p, m in pairs)
 
 
 def main(
@@ -117,14 +122,27 @@ def main(
     out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/plan_check.json"),
 ) -> None:
     console = Console(width=150)
+    try:
+        lengths = parse_list(contexts, parse_tokens)
+        chosen, where = (parse_list(text, str.strip) for text in (cases, places))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    for wanted, there in ((chosen, CASES), (where, PLACES)):
+        if unknown := [name for name in wanted if name not in there]:
+            raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(there)}")
     machine = find_machine(None, None)
     if limit is not None:
         # As on a card of this size, whose CUDA context takes its part.
         share = (parse_bytes(limit) - CONTEXT_BYTES) / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(share)
         machine = replace(machine, gpu_bytes=parse_bytes(limit))
-    chosen = parse_list(cases, str.strip)
     rows: list[Row] = []
+
+    def save(row: Row) -> None:
+        if not any(row is one for one in rows):
+            rows.append(row)
+        write(out, model, limit, rows)
+
     for lora in (False, True):
         mine = [case for case in chosen if CASES[case][0] is lora]
         if not mine:
@@ -134,12 +152,10 @@ def main(
         network = (with_lora(network) if lora else network).train()
         compiled: dict[Any, Any] = {}
         for case in mine:
-            for place in parse_list(places, str.strip):
-                for context in parse_list(contexts, parse_tokens):
+            for place in where:
+                for context in lengths:
                     with autocast_for(network):
-                        row = check(network, machine, compiled, case, place, context, optimizer)
-                    rows.append(row)
-                    write(out, model, limit, rows)
+                        row = check(network, machine, compiled, case, place, context, optimizer, save)
                     figures = (
                         f"{row.measured_seconds:.2f} s, waited {row.waited_seconds:.3f} s, {row.measured_gpu_bytes}"
                     )
@@ -165,9 +181,10 @@ def check(
     case: str,
     place: str,
     context: int,
-    optimizer: str = "none",
+    optimizer: str,
+    save: Callable[[Row], None],
 ) -> Row:
-    """Predicts a step, takes it, and puts both side by side."""
+    """Predicts a step, takes it, and puts both side by side. What came of it is saved as it comes."""
     settings: dict[str, Any] = {"keep_attention": False, "keep_last_chunk": "auto", **CASES[case][1], **PLACES[place]}
     facts = facts_of(network, autocast=torch.is_autocast_enabled())
     if place == "half":
@@ -189,17 +206,28 @@ def check(
     config = Config(**settings)
     plan: Plan = forecast(facts, config, machine, length=context, optimizer=optimizer)
     if not plan.fits:
-        row.problem = f"predicted not to fit: {plan.problem}"
+        reach = f"; {plan.longest_context:,} tokens would" if plan.longest_context else ""
+        row.problem = f"{NOT_PLANNED}: {plan.problem} ({metrics.gib(free_host_bytes())} of host memory are free){reach}"
+        save(row)
         return row
     row.predicted_gpu_bytes, row.predicted_host_bytes = plan.peak_gpu_bytes, plan.host_bytes
     row.predicted_seconds, row.terms = plan.seconds, [asdict(term) for term in plan.terms]
     engine = Engine(network, config)
     engine.model._compiled = compiled
+
+    def at(part: str) -> None:
+        """What is being done is what was the matter, if nothing is heard of it again."""
+        row.problem = f"stopped while {part}"
+        save(row)
+
     try:
-        measure(engine, network, context, row, states)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        row.problem = f"out of memory: {str(error).splitlines()[0]}"
+        measure(engine, network, context, row, states, at)
+        row.problem = None
+    except Exception as error:  # At the brim much else than an error of torch means that memory is short.
+        traceback.print_exc()
+        row.problem = f"{row.problem}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finally:
+        save(row)
         del engine
         network.zero_grad(set_to_none=True)
         clear()
@@ -218,12 +246,16 @@ def make_optimizer(name: str, network: nn.Module) -> Any:
     return optimizer
 
 
-def measure(engine: Engine, network: nn.Module, context: int, row: Row, optimizer: Any = None) -> None:
+def measure(
+    engine: Engine, network: nn.Module, context: int, row: Row, optimizer: Any, at: Callable[[str], None]
+) -> None:
     ids = torch.randint(1, engine.model.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
     # Pinning host memory and building kernels belong to a run's first step.
+    at("pinning host memory")
     row.reserve_seconds = timed(lambda: engine.reserve(1, context))
     print(f"{metrics.gib(free_host_bytes())} of host memory are free beside the pages", flush=True)
     chunks = WARM_UP_CHUNKS["dense" if engine.config.page_budget is None else "chosen"]
+    at("warming up")
     timed(lambda: engine.loss(ids[:, : chunks * engine.config.chunk_size]).backward())
     if optimizer is not None:
         # From its first step on plain AdamW has states, which the plan counts.
@@ -238,11 +270,13 @@ def measure(engine: Engine, network: nn.Module, context: int, row: Row, optimize
         losses.append(engine.loss(ids))
         losses[0].backward()
 
+    at("taking the step")
     engine.progress = Steps()
     row.measured_seconds = timed(step)
     engine.progress = None
     row.loss = float(losses.pop().detach())
     if optimizer is not None:
+        at("the optimizer took its step")
         row.optimizer_seconds = timed(optimizer.step)
     row.measured_gpu_bytes = meter.peak_bytes
     stats = engine.stats
