@@ -1,5 +1,5 @@
-"""benchmarks/plan_check.py on a tiny model, its clock taken for that of a GPU: what it refuses, and what it leaves when a
-step comes to nothing."""
+"""benchmarks/plan_check.py on a tiny model, its clock taken for that of a GPU: what it refuses, and what it leaves when
+a step comes to nothing."""
 
 from __future__ import annotations
 
