@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which some of them press.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models are tiny: a second thread costs more than it brings, and the test runner has its own workers.
 torch.set_num_threads(1)
