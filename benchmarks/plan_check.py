@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import nn
 
 from oomb import metrics
+from oomb.advice import SPARE_HOST_BYTES
 from oomb.config import Config, parse_bytes
 from oomb.engine import Engine
 from oomb.facts import facts_of
@@ -64,8 +65,6 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 """All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim; none on the
 GPU, and the host filled to the brim."""
-SPARE_HOST_BYTES = 3 << 30
-"""What "brim" leaves of the host's memory to all else."""
 TOLERANCE = 0.03
 NOT_PLANNED = "predicted not to fit"
 WARM_UP_CHUNKS = {"dense": 3, "chosen": 16}

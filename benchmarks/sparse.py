@@ -1,7 +1,7 @@
 """Steps with attention to chosen pages: their time, where it goes, and the growth of GPU memory.
 
 python benchmarks/sparse.py times                      # 64K to 1M, 128K and 1M kernel by kernel: ten minutes on an H200
-python benchmarks/sparse.py growth --layers 7,14       # all pages on the host, 256K against 1M: about eight minutes
+python benchmarks/sparse.py growth --layers 2,6        # all pages on the host, 256K against 1M: six minutes at most
 
 A gate comes first: with a budget that covers every page, loss and gradients are those of standard training, and with a
 small budget they do not depend on the tier. Then every row is written to the JSON as soon as it is measured; rows of
