@@ -82,6 +82,7 @@ CASES = [
     Case(G=8, T=20, D=80, length=40, C=1),
     Case(K=2, G=2, T=32, D=64, S=24, length=96, C=2, full=True),
     Case(B=2, G=1, T=16, D=32, S=8, length=40, C=5, full=True),
+    Case(K=2, G=7, T=19, D=128, length=45, C=2),
     Case(T=16, D=256, S=16, length=32, C=2),
 ]
 BIG = [
