@@ -232,7 +232,17 @@ def sparse_summary() -> str:
             f"| {row['context']:,} | {row['seconds']:.1f} s | {row['tokens_per_second']:,.0f} | "
             f"{row['peak_bytes'] / 2**30:.0f} GiB | {on_host} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", beside_pages(report)])
+
+
+def beside_pages(report: dict[str, Any]) -> str:
+    """Under what conditions chosen pages were timed."""
+    longest = max(report["rows"], key=lambda row: row["context"])
+    return (
+        f"There is no optimizer: pages may take {report['settings']['gpu_memory']} of the GPU's memory "
+        f"(`gpu_memory`; the default leaves room for AdamW), all else is by default. Pinning host memory, once in a "
+        f"run, comes before: {longest['reserve_seconds']:.0f} s for {longest['context']:,} tokens."
+    )
 
 
 def sparse_details() -> str:
@@ -246,7 +256,7 @@ def sparse_details() -> str:
         "",
         f"Qwen2.5-7B shape with random weights and tokens, bfloat16, batch 1, forward and backward with all parameter "
         f"gradients, on one {machine['gpu']['name']} with PyTorch {machine['versions']['torch']}: "
-        f"{settings['page_budget']} pages of {settings['page_size']}, chunks of {MAIN_CHUNK:,}, all else by default.",
+        f"{settings['page_budget']} pages of {settings['page_size']}, chunks of {MAIN_CHUNK:,}. {beside_pages(report)}",
         "",
         "| context | fill pass | gradient pass | both | ms per 1,000 tokens | GPU | host | moved in, out | waited |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -277,7 +287,9 @@ def sparse_details() -> str:
         lines += [
             "",
             f"{settings['model']}, {settings['steps']} steps of AdamW on {settings['text']}, windows of "
-            f"{settings['length']:,} tokens: the training loss of the last ten steps is {losses['dense']:.3f} with "
+            f"{settings['length']:,} tokens ({settings['num_windows']} of them, each read "
+            f"{settings['steps'] / settings['num_windows']:.1f} times): the training loss of the last ten steps is "
+            f"{losses['dense']:.3f} with "
             f"dense attention and {losses['sparse']:.3f} with {settings['budget']} pages of {settings['page_size']}.",
         ]
         if exists(picture := TRAINED.replace(".json", ".png")):

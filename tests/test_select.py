@@ -139,7 +139,7 @@ def test_no_pages_yet(compute: Callable[..., Tensor]) -> None:
 
 @pytest.mark.gpu
 def test_interest_takes_little_memory() -> None:
-    """A chunk of 4096 against a million tokens: 32 x 8192 numbers, and the lse of 14,336 rows in some 26 splits."""
+    """A chunk of 4096 against two million tokens: 32 x 16,384 numbers, and the lse of 14,336 rows in some splits."""
     q = normal(1, 28, 4096, 128, dtype=torch.bfloat16)
     means = normal(1, 4, 32768, 128, dtype=FP8)
     before = torch.cuda.memory_allocated()

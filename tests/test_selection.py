@@ -39,6 +39,20 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_draws_it(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "map.png"
+    few = ["--contexts", "1K", "--chunk_size", "256", "--page_size", "128", "--page_budget", "2", "--device", "cpu"]
+    result = invoke("bench", "--model", "demo", *few, "--selection_map", str(path), "--selection_layer", "1")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "layer 1 reads most: page 0" in said and f"written to {path}" in said
+    # Squares that are read, of the own chunk, and not read, and the paper around them; letters are far fewer dots.
+    colors = (image.imread(path)[..., :3] * 255).astype(int).reshape(-1, 3)
+    found, counts = torch.tensor(colors).unique(dim=0, return_counts=True)
+    assert (counts > 50_000).sum() == 4, (found, counts)
+
+
 def test_what_cannot_be_drawn_says_why(tmp_path: Path) -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="set --page_budget"):
