@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import tqdm
 from trainings import CHUNKED, Samples, arguments, tiny_model
 from transformers import TrainerCallback
 
@@ -66,6 +68,10 @@ def train(folder: Path, losses: Path, num_steps: int) -> None:
     )
     trainer.train(resume_from_checkpoint=checkpoints.latest(folder))
 
+
+# Progress bars lock each other out across processes, and forked ones share the lock: one killed with it would stop all
+# that come after.
+tqdm.tqdm.set_lock(threading.RLock())
 
 if os.environ.get("OOMB_TESTS_WARM_UP"):
     # In the process that the runs are forked from: what is imported at first use is there then, for all of them.
