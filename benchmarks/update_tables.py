@@ -237,7 +237,7 @@ def sparse_summary() -> str:
 
 def beside_pages(report: dict[str, Any]) -> str:
     """Under what conditions chosen pages were timed."""
-    longest = max(report["rows"], key=lambda row: row["context"])
+    longest = max((row for row in report["rows"] if row["problem"] is None), key=lambda row: row["context"])
     return (
         f"There is no optimizer: pages may take {report['settings']['gpu_memory']} of the GPU's memory "
         f"(`gpu_memory`; the default leaves room for AdamW), all else is by default. Pinning host memory, once in a "

@@ -372,11 +372,17 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
     assert update_tables.sparse_summary() == update_tables.sparse_details() == ""
     machine = {"gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "source": "abc"}
-    measured = {"fill_seconds": 6.0, "gradient_seconds": 12.0, "tokens_per_second": 7281.0, "peak_bytes": 80 * 2**30}
+    measured = {
+        "reserve_seconds": 4.0,
+        "fill_seconds": 6.0,
+        "gradient_seconds": 12.0,
+        "tokens_per_second": 7281.0,
+        "peak_bytes": 80 * 2**30,
+    }
     kernels = {"fill": {"seconds": {"linear layers": 3.0, "idle": 1.0}}, "gradient": {"seconds": {"idle": 0.0}}}
 
     def write(case: str, *rows: sparse.Row) -> None:
-        settings = {"page_size": 128, "page_budget": 64}
+        settings = {"page_size": 128, "page_budget": 64, "gpu_memory": "65GiB"}
         report = sparse.Report(case=case, model="qwen2.5-7b", settings=settings, machine=machine)
         for row in rows:
             report.add(row, tmp_path / f"sparse_qwen2.5-7b_{case}.json")
@@ -386,12 +392,16 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     details = update_tables.sparse_details()
     assert "| 131,072 | 6.0 s | 12.0 s | 18.0 s | 137 | 80.0 GiB | 0.0 GiB | 0, 0 GiB | 0.0 s |" in details
     assert "9.0 s" not in details and "too large" in details and "grows" not in details
+    assert "pages may take 65GiB of the GPU's memory" in details and "comes before: 4 s for 131,072 tokens" in details
     write("growth", step(2**18, peak_bytes=2**30), step(2**20, peak_bytes=2**30 + 3 * 78_643_200))
     assert "linear layers" not in details
     write("times", step(2**17, 18.0, kernels=kernels, **measured))
     (tmp_path / "train_sparse.json").write_text(
         json.dumps({
-            "settings": {"model": "M", "steps": 100, "text": "text", "length": 65536, "budget": 64, "page_size": 128},
+            "settings": {
+                "model": "M", "steps": 100, "text": "text", "num_windows": 50, "length": 65536, "budget": 64,
+                "page_size": 128,
+            },
             "difference": 0.01, "final_losses": {"dense": 1.0, "sparse": 1.01},
         })
     )  # fmt: skip
@@ -400,4 +410,5 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     assert "train_sparse.png" not in details
     (tmp_path / "train_sparse.png").touch()
     assert "(../benchmarks/results/train_sparse.png)" in update_tables.sparse_details()
+    assert "65,536 tokens (50 of them, each read 2.0 times)" in details
     assert "| linear layers | 75.0% |" in details and "is 1.000 with dense attention and 1.010 with 64 pages" in details
