@@ -289,8 +289,8 @@ def sparse_details() -> str:
             f"{settings['model']}, {settings['steps']} steps of AdamW on {settings['text']}, windows of "
             f"{settings['length']:,} tokens ({settings['num_windows']} of them, each read "
             f"{settings['steps'] / settings['num_windows']:.1f} times): the training loss of the last ten steps is "
-            f"{losses['dense']:.3f} with "
-            f"dense attention and {losses['sparse']:.3f} with {settings['budget']} pages of {settings['page_size']}.",
+            f"{losses['dense']:.3f} with dense attention and {losses['sparse']:.3f} with {settings['budget']} pages "
+            f"of {settings['page_size']}.",
         ]
         if exists(picture := TRAINED.replace(".json", ".png")):
             lines += [

@@ -191,9 +191,9 @@ def test_pages_may_lie_farther_apart_than_32_bits_count(full: bool) -> None:
     page_size = case.S * pages.row_size
 
     def spread(view: PageView) -> PageView:
-        # Memory that nobody touches is not taken from the system.
-        base = torch.empty(2**32 + page_size, dtype=view.base.dtype, device=DEVICE)
-        places = torch.tensor([0, 2**31 - page_size // 2, 2**31 + page_size, 2**32], device=DEVICE)
+        # 4 GiB; on a CPU, memory that nobody touches is not taken from the system.
+        base = torch.empty(2**31 + 2 * page_size, dtype=view.base.dtype, device=DEVICE)
+        places = torch.tensor([0, 2**30, 2**31 - page_size // 2, 2**31 + page_size], device=DEVICE)
         for there, page in zip(places.tolist(), rows_of(view), strict=True):
             base[there : there + page_size] = page.flatten()
         return replace(view, base=base, offsets_P=places)
