@@ -27,7 +27,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DQ, ("dq_kernel",)),
     (DKV, ("dkv_kernel",)),
     (SELECTION, ("means_lse_kernel", "merge_lse_kernel", "interest_kernel")),
-    (SUMS, ("add_to_float32_kernel",)),
+    (SUMS, ("add_share_kernel",)),
     (MOVES, ("mark_kernel", "number_kernel", "move_kernel", "widen_kernel")),
     (OWN, ("combine_kernel",)),
     (FUSED, ("triton_",)),

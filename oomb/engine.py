@@ -296,7 +296,8 @@ class Sequence:
         self.is_walked = True
         assert self.store is not None
         try:
-            with self._running(), collecting(self.model.parameters(), self.engine.sums_in_float32):
+            float32_sums, seed = self.engine.sums_in_float32, self.store.seed
+            with self._running(), collecting(self.model.parameters(), float32_sums, seed):
                 for _ in self._walk("gradient", reversed(range(len(self.bounds)))):
                     hidden, self.last_hidden = self.last_hidden, None
                     if hidden is None:

@@ -1,35 +1,37 @@
-"""Parameter gradients summed over many chunks in float32, for parameters of lower precision.
+"""Gradients of parameters of 16 bits, summed over many chunks.
 
-A thousand bfloat16 additions lose what each of them adds; here each chunk's gradient is added in float32 as soon as
-autograd has it, and rounded once at the end of the pass.
+A thousand bfloat16 additions lose what each of them adds. So each chunk's gradient is added, as soon as autograd has
+it, to a sum in float32 that is rounded once at the end of the pass; or, where these take too much memory, to one of 16
+bits that is rounded at random, which loses nothing on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-HAS_TRITON = find_spec("triton") is not None
+from oomb.rounding import add_, mix
 
 
 @contextmanager
-def collecting(parameters: Iterable[nn.Parameter], in_float32: bool) -> Iterator[None]:
+def collecting(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int = 0) -> Iterator[None]:
     """A gradient pass: many backward calls that make one gradient.
 
     With `in_float32`, gradients of lower precision are summed in float32 and added to `.grad` at the end; if the body
-    fails, those `.grad` are as before. Users' hooks that want a parameter's finished gradient (an optimizer that steps
-    in the backward, say) run once, at the end.
+    fails, those `.grad` are as before. Without, they are added to `.grad` and rounded at random by `seed`. Users' hooks
+    that want a parameter's finished gradient (an optimizer that steps in the backward, say) run once, at the end.
     """
     parameters = [p for p in parameters if p.requires_grad]
     hooks = {p: dict(p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks}
     for parameter in hooks:
         parameter._post_accumulate_grad_hooks.clear()
+    short = [p for p in parameters if p.dtype.itemsize < 4]
     try:
-        with _float32_sums(parameters) if in_float32 else nullcontext():
+        with _float32_sums(short) if in_float32 else _short_sums(short, seed):
             yield
     finally:
         for parameter, own in hooks.items():
@@ -51,53 +53,70 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 @contextmanager
-def _float32_sums(parameters: list[nn.Parameter]) -> Iterator[None]:
-    parameters = [p for p in parameters if p.dtype.itemsize < 4]
+def _taking(parameters: list[nn.Parameter], take: Callable[[nn.Parameter], None]) -> Iterator[list[Tensor | None]]:
+    """Every gradient that autograd makes goes to `take`, which leaves none behind. Yields those of before."""
     before = [p.grad for p in parameters]
+    handles = []
+    for parameter in parameters:
+        parameter.grad = None
+        handles.append(parameter.register_post_accumulate_grad_hook(take))
+    try:
+        yield before
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _float32_sums(parameters: list[nn.Parameter]) -> Iterator[None]:
     sums: dict[nn.Parameter, Tensor] = {}
 
     def take(parameter: nn.Parameter) -> None:
         grad = parameter.grad
         assert grad is not None
         if parameter in sums:
-            add_to_float32(sums[parameter], grad)
+            add_(sums[parameter], grad, 0)
         else:
             sums[parameter] = grad.float()
         parameter.grad = None
 
-    handles = []
-    for parameter in parameters:
+    with _taking(parameters, take) as before:
+        try:
+            yield
+        except BaseException:
+            sums.clear()
+            raise
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                total = sums.pop(parameter, None)
+                if total is not None and grad is not None:
+                    total.add_(grad)
+                parameter.grad = grad if total is None else total.to(parameter.dtype)
+
+
+@contextmanager
+def _short_sums(parameters: list[nn.Parameter], seed: int) -> Iterator[None]:
+    sums: dict[nn.Parameter, Tensor] = {}
+    taken = Counter[nn.Parameter]()
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+
+    def take(parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if parameter in sums:
+            add_(sums[parameter], grad, mix(seed, numbers[parameter], taken[parameter]))
+        else:
+            sums[parameter] = grad
+        taken[parameter] += 1
         parameter.grad = None
-        handles.append(parameter.register_post_accumulate_grad_hook(take))
-    try:
-        yield
-    except BaseException:
-        sums.clear()
-        raise
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, grad in zip(parameters, before, strict=True):
-            total = sums.pop(parameter, None)
-            if total is not None and grad is not None:
-                total.add_(grad)
-            parameter.grad = grad if total is None else total.to(parameter.dtype)
 
-
-def add_to_float32(total: Tensor, grad: Tensor) -> None:
-    """total += grad. PyTorch's own kernel for two different dtypes does not load vectors, ours does."""
-    if HAS_TRITON and grad.is_cuda and total.is_contiguous() and grad.is_contiguous():
-        launch_add(total, grad)
-    else:
-        total.add_(grad)
-
-
-def launch_add(total: Tensor, grad: Tensor) -> None:
-    from oomb.triton_kernels import add_to_float32_kernel
-
-    tile = 4096
-    with torch.cuda.device_of(grad):
-        add_to_float32_kernel[(-(-grad.numel() // tile),)](total, grad, grad.numel(), TILE=tile)
+    with _taking(parameters, take) as before:
+        sums.update({p: grad for p, grad in zip(parameters, before, strict=True) if grad is not None})
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.grad = sums.pop(parameter, None)
 
 
 def float32_sums_fit(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:

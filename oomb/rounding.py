@@ -1,4 +1,4 @@
-"""Adding to gradients at rest: in float32, and rounded up or down at random where they rest in 16 bits.
+"""Adding to gradients: in float32, and rounded up or down at random where they are kept in 16 bits.
 
 A thousand small shares added to a bfloat16 number by rounding to nearest get lost, each of them in the same way.
 Rounded up with the probability that is due, they arrive on average.
@@ -21,12 +21,39 @@ def accumulate_(total: Tensor, share: Tensor, seed: int) -> None:
     shape alone, not on where the tensors lie."""
     if HAS_TRITON and total.is_cuda and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
         launch_accumulate(total, share, seed)
-        return
-    bits = None
-    if total.dtype in DROPPED_BITS:
-        generator = torch.Generator(total.device).manual_seed(seed)
-        bits = torch.randint(0, 2**31 - 1, total.shape, generator=generator, dtype=torch.int32, device=total.device)
-    accumulate_reference(total, share, bits)
+    else:
+        accumulate_reference(total, share, random_bits(total, seed))
+
+
+def add_(total: Tensor, share: Tensor, seed: int) -> None:
+    """The same, of any shape. PyTorch's own kernel for two different dtypes does not load vectors, ours does."""
+    is_flat = total.is_contiguous() and share.is_contiguous()
+    if HAS_TRITON and total.is_cuda and is_flat and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
+        launch_add(total, share, seed)
+    elif total.dtype in DROPPED_BITS:
+        accumulate_reference(total, share, random_bits(total, seed))
+    else:
+        total.add_(share)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """x in `dtype`, rounded at random where that has 16 bits."""
+    total = torch.zeros_like(x, dtype=dtype)
+    accumulate_reference(total, x, random_bits(total, seed))
+    return total
+
+
+def mix(*numbers: int) -> int:
+    """A seed of several numbers."""
+    return hash(numbers) % (2**31)
+
+
+def random_bits(x: Tensor, seed: int) -> Tensor | None:
+    """For every number of x, where it is to be rounded at random."""
+    if x.dtype not in DROPPED_BITS:
+        return None
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.randint(0, 2**31 - 1, x.shape, generator=generator, dtype=torch.int32, device=x.device)
 
 
 def accumulate_reference(total: Tensor, share: Tensor, random_bits: Tensor | None) -> None:
@@ -53,3 +80,13 @@ def launch_accumulate(total: Tensor, share: Tensor, seed: int) -> None:
             total, share, seed, T, D, *total.stride()[:3], *share.stride()[:3],
             DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
         )  # fmt: skip
+
+
+def launch_add(total: Tensor, share: Tensor, seed: int) -> None:
+    from oomb.triton_kernels import add_share_kernel
+
+    tile = 4096
+    with torch.cuda.device_of(total):
+        add_share_kernel[(-(-total.numel() // tile),)](
+            total, share, seed, total.numel(), DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE=tile
+        )

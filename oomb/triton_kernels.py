@@ -40,15 +40,6 @@ def combine_kernel(
 
 
 @triton.jit
-def add_to_float32_kernel(total, x, num_elements, TILE: tl.constexpr):
-    """total += x, both flat; total in float32, x in anything."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < num_elements
-    summed = tl.load(total + at, inside) + tl.load(x + at, inside).to(tl.float32)
-    tl.store(total + at, summed, inside)
-
-
-@triton.jit
 def mixed_bits(seed, index):
     """32 bits that look random, of a seed and an index: multiplications and shifts that spread every bit over all.
     Triton's own generator gives better ones and takes ten rounds for it: it made `dkv_kernel` 1.6 times slower."""
@@ -65,6 +56,18 @@ def round_at_random(x, seed, index, DROPPED: tl.constexpr):
     moved = ((x.to(tl.int32, bitcast=True) + bits) & (-(1 << DROPPED))).to(tl.float32, bitcast=True)
     # Infinities and NaN stay what they are: a difference of two of them is not zero.
     return tl.where(x - x == 0.0, moved, x)
+
+
+@triton.jit
+def add_share_kernel(total, x, seed, num_elements, DROPPED: tl.constexpr, TILE: tl.constexpr):
+    """total += x in float32, both flat and of any precision; with DROPPED > 0 the sum loses that many bits by random
+    rounding. Random bits repeat after 2**32 numbers."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < num_elements
+    summed = tl.load(total + at, inside).to(tl.float32) + tl.load(x + at, inside).to(tl.float32)
+    if DROPPED > 0:
+        summed = round_at_random(summed, seed, at, DROPPED)
+    tl.store(total + at, summed.to(total.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -165,12 +168,12 @@ def widen_tiles(num_heads: int, head_size: int) -> dict[str, int]:
 def widen_kernel(
     pages, count, addresses, buffer, flags, seed, page_size, num_heads, k_size, v_size,
     row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b, edge,
-    OUT: tl.constexpr, TILE_S: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
+    OUT: tl.constexpr, DROPPED: tl.constexpr, TILE_S: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """As `move_kernel`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
     of all heads in int8, V at value_at, and at scale_at two bfloat16 scales for each head. A row in the buffer has
-    wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`. `oomb.quantise` says what is
-    computed.
+    wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`; so is what comes in with DROPPED > 0,
+    the bits that its product with a scale has too many. `oomb.quantise` says what is computed.
 
     Pages from `edge` on have been copied to the end of their places in the buffer; OUT: they are to be copied from the
     beginning. A program does a page from its first row to its last, so that none is overwritten before it is read: of
@@ -211,11 +214,11 @@ def widen_kernel(
                 scales = (address + scale_at).to(tl.pointer_type(tl.bfloat16)) + s * (row_bytes // 2) + head * 2
                 scales += is_value
                 here = place + (s * wide_row + wide_columns)[:, :, None] + d
+                at = ((page * page_size + s) * num_heads * 2 + h)[:, :, None] * TILE_D + d
                 if OUT:
                     x = tl.load(here, inside, other=0.0).to(tl.float32)
                     scale = (tl.max(tl.abs(x), 2) * (1.0078125 / 127)).to(tl.bfloat16)
                     steps = x / tl.maximum(scale.to(tl.float32), 1.1754943508222875e-38)[:, :, None]
-                    at = ((page * page_size + s) * num_heads * 2 + h)[:, :, None] * TILE_D + d
                     steps = tl.floor(steps + (mixed_bits(seed, at) >> 8).to(tl.float32) * (1.0 / (1 << 24)))
                     steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
                     tl.debug_barrier()
@@ -224,5 +227,7 @@ def widen_kernel(
                 else:
                     scale = tl.load(scales, exists, other=0.0).to(tl.float32)
                     x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, :, None]
+                    if DROPPED > 0:
+                        x = round_at_random(x, seed, at, DROPPED)
                     tl.debug_barrier()
                     tl.store(here, x.to(buffer.dtype.element_ty), inside)

@@ -44,8 +44,8 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
     ),
     *(
         ("triton_kernels.widen_kernel", {**PAGES, "buffer": "*bf16", "flags": flags},
-         {"OUT": is_out, "TILE_S": 16, "TILE_H": 8, "TILE_D": 128}, 16)
-        for is_out, flags in ((False, "*u8"), (False, "*i16"), (True, "*i32"))
+         {"OUT": is_out, "DROPPED": dropped, "TILE_S": 16, "TILE_H": 8, "TILE_D": 128}, 16)
+        for is_out, dropped, flags in ((False, 16, "*u8"), (False, 0, "*i16"), (True, 0, "*i32"))
     ),
 ]  # fmt: skip
 """Kernel, its arguments that are not int32, its constants, and warps: as the launchers call it for a bfloat16 model

@@ -178,7 +178,7 @@ FILL_NAMES = [
 ]
 GRADIENT_NAMES = [
     ("void cublasLt::splitKreduce_kernel<32, 16>", "linear layers"),
-    ("add_to_float32_kernel", "sums of parameter gradients"),
+    ("add_share_kernel", "sums of parameter gradients"),
     ("Memcpy DtoD (Device -> Device)", "other"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_1", "own chunk"),
     ("void at::native::index_elementwise_kernel<128, 4>", "chosen pages: lists"),

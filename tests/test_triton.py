@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from oomb import grads, rounding
+from oomb import rounding
 from oomb.attention import combine
 from oomb.memory import Row
 from oomb.triton_kernels import mixed_bits
@@ -67,7 +67,7 @@ def test_add_to_float32(num_elements: int) -> None:
     total = torch.randn(num_elements, device=DEVICE)
     grad = torch.randn(num_elements, device=DEVICE).to(HALF)
     expected = total + grad
-    grads.launch_add(total, grad)
+    rounding.launch_add(total, grad, 0)
     assert torch.equal(total, expected)
 
 
@@ -83,6 +83,16 @@ def random_bits(shape: tuple[int, ...], seed: int) -> Tensor:
     bits = torch.empty(shape, dtype=torch.int32, device=DEVICE)
     random_bits_kernel[(triton.cdiv(bits.numel(), 1024),)](bits, seed, bits.numel(), TILE=1024)
     return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adding_to_sixteen_bits_is_its_reference_bit_for_bit(dtype: torch.dtype) -> None:
+    shape = (3, 70, 91)
+    total, grad = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
+    expected = total.clone()
+    rounding.accumulate_reference(expected, grad, random_bits(shape, 11))
+    rounding.launch_add(total, grad, 11)
+    assert torch.equal(total, expected)
 
 
 def rows_of_pages(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

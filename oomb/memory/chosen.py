@@ -26,6 +26,7 @@ from oomb.memory import batch
 from oomb.memory.known import KnownChoices
 from oomb.memory.pages import GPU, HOST
 from oomb.memory.transfer import Event, Load, Ring
+from oomb.rounding import DROPPED_BITS, mix, rounded
 
 if TYPE_CHECKING:
     from oomb.memory.store import PageStore
@@ -37,6 +38,8 @@ NUM_PROGRAMS, NUM_WARPS = 8, 16
 """Of the kernel that moves pages. On an H200, 8 programs of 16 warps read pinned memory at 48 GB/s and slow a matrix
 product beside them by 8%; those that write to it, by 26%; both together make it take twice its time."""
 MOST_SHORT = 2**15 - 1
+COMES_IN, GOES_OUT = 1, 2
+"""Of the seeds of random rounding: gradients that come in, are added to and go out draw apart from each other."""
 Flags = tuple[Tensor, int, int]
 """Which pages hold anything: a table by sequence and page, the number of its rows (0: all do), and their distance."""
 
@@ -260,10 +263,14 @@ class ChosenPages:
         places[pages] = torch.arange(len(pages), device=self.device) * self._working_bytes(kind, layer)
         if row.is_quantised:
             wide = torch.empty(num_tokens * working.num_bytes, dtype=torch.uint8, device=self.device)
-            working.write(working.views(wide, num_tokens), row.read(row.views(data, num_tokens)))
+            found = row.read(row.views(data, num_tokens))
+            if seed is not None:
+                found = [rounded(x, spec.dtype, mix(seed, COMES_IN, index)) for index, x in enumerate(found)]
+            working.write(working.views(wide, num_tokens), found)
             yield wide, places
             if seed is not None:
-                row.write(row.views(data, num_tokens), working.read(working.views(wide, num_tokens)), seed)
+                changed = working.read(working.views(wide, num_tokens))
+                row.write(row.views(data, num_tokens), changed, mix(seed, GOES_OUT))
         else:
             yield data[: num_tokens * row.num_bytes], places
         if seed is not None:
@@ -383,7 +390,8 @@ class ChosenPages:
                 places, which, count, moved[0:], flags[0], data.data_ptr(), self._working_bytes(kind, layer),
                 self._page_bytes(kind, layer), self.store.gpu_pages[kind], self.num_pages, *flags[1:], TILE=1024,
             )  # fmt: skip
-            self._move(kind, layer, start, data, flags, is_out=False)
+            seed = mix(self.store.seed, layer, start, COMES_IN)
+            self._move(kind, layer, start, data, flags, is_out=False, seed=seed)
 
     def _store(self, layer: int, start: int, end: int, data: Tensor, seed: int) -> Event:
         far, page_bytes = None, self._page_bytes("grad", layer)
@@ -394,7 +402,7 @@ class ChosenPages:
             _, _, count, which = self._parts(data, "grad", layer)
             moved, edge = self.store.tiers.copier.moved_bytes, self.store.gpu_pages["grad"]
             with torch.cuda.device_of(data):
-                self._move("grad", layer, start, data, (which, 0, 0), is_out=True, seed=seed)
+                self._move("grad", layer, start, data, (which, 0, 0), is_out=True, seed=mix(seed, GOES_OUT))
                 # Of the chosen, those on the host.
                 numbers = torch.arange(len(which), device=which.device)
                 moved[1] += ((numbers < count[0]) & (which >= edge)).sum() * page_bytes
@@ -404,11 +412,10 @@ class ChosenPages:
 
         return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())
 
-    def _move(
-        self, kind: str, layer: int, start: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int = 0
-    ) -> None:
+    def _move(self, kind: str, layer: int, start: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int) -> None:
         """Copies the numbered pages between where they rest and the buffer, as far as engines do not; 8-bit ones become
-        wide, or narrow again."""
+        wide, or narrow again. Gradients are rounded at random both ways: they are moved for every chunk that adds to
+        them."""
         from oomb.triton_kernels import move_kernel, widen_kernel, widen_tiles
 
         pages, _, count, which = self._parts(data, kind, layer)
@@ -429,6 +436,7 @@ class ChosenPages:
             which, count, address, pages.view(spec.dtype), flags[0], seed, self.store.page_size, batch_size * heads,
             k_size, v_size, spec.row(kind).num_bytes, value_at, scale_at, working.num_bytes // spec.dtype.itemsize,
             working.fields[1][0] // spec.dtype.itemsize, *flags[1:], edge if by_engines else self.num_pages, OUT=is_out,
+            DROPPED=DROPPED_BITS.get(spec.dtype, 0) if kind == "grad" and not is_out else 0,
             **widen_tiles(batch_size * heads, max(k_size, v_size)), num_warps=NUM_WARPS,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oomb.memory.chosen import PageView
 from oomb.memory.rows import GRAD, KV
+from oomb.rounding import mix
 
 if TYPE_CHECKING:
     from oomb.memory.store import PageStore
@@ -63,8 +64,3 @@ class ChosenLayerPast:
         if self.length >= self.store.capacity:
             return dk, dv
         return self.chosen.with_later(self.layer, self.length, self.end, dk, dv)
-
-
-def mix(*numbers: int) -> int:
-    """One number below 2**31 of several."""
-    return hash(numbers) % (2**31)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oomb.memory.chosen import Choosing, ChosenPages
 from oomb.memory.pages import GPU, HOST, Column, Intervals
-from oomb.memory.past import ChosenLayerPast, LayerPast, mix
+from oomb.memory.past import ChosenLayerPast, LayerPast
 from oomb.memory.rows import (
     GRAD,
     KV,
@@ -39,7 +39,7 @@ from oomb.memory.rows import (
 )
 from oomb.memory.slabs import Holding, Tiers
 from oomb.memory.transfer import Copies, Event, Load, Ring, Work
-from oomb.rounding import accumulate_
+from oomb.rounding import accumulate_, mix
 
 
 @dataclass(frozen=True)
