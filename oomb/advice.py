@@ -18,7 +18,7 @@ SMALLEST_CHUNK = 512
 """The shortest chunk that is advised."""
 LONGEST = 1 << 36
 """Contexts are not searched beyond this."""
-SPARE_HOST_BYTES = 3 << 30
+SPARE_HOST_BYTES = 4 << 30
 """What a host that is filled to the brim has left for all else."""
 BRIM = "brim"
 """In place of a limit on memory: all there is. How much that is depends on the other settings."""

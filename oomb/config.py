@@ -83,7 +83,8 @@ class Config:
     param_grad_dtype: Literal["auto", "param", "float32"] = "auto"
     """Precision in which a step's parameter gradients are summed over its chunks; `.grad` itself always has the
     parameter's dtype. "float32" takes 4 bytes per trainable parameter during the gradient pass; "auto" chooses it where
-    that is at most a quarter of the GPU's memory."""
+    that is at most a quarter of the GPU's memory. 16-bit sums are rounded up or down at random, so that many small
+    shares do not get lost."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "page_size"):

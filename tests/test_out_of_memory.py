@@ -26,6 +26,21 @@ def nothing_is_held(engine: oomb.Engine) -> bool:
     return not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
+def test_memory_that_has_gone_since_the_plan_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would end the process."""
+    left = iter([3000, 2000, 999])
+    monkeypatch.setattr(slabs, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(slabs, "free_host_bytes", lambda: next(left))
+    memory = torch.full((2500,), 7, dtype=torch.uint8)
+    slabs.touch(memory)
+    assert not memory.any(), "the last piece takes 500"
+    left = iter([3000, 999])
+    memory = torch.full((2500,), 7, dtype=torch.uint8)
+    with pytest.raises(OutOfPages, match="something else has taken memory"):
+        slabs.touch(memory)
+    assert not memory[:1000].any() and memory[1000:].all()
+
+
 @pytest.mark.parametrize("budgets", [{"gpu_memory": 0, "host_memory": 0}, {"gpu_memory": 100, "host_memory": "1KiB"}])
 def test_budgets_that_are_too_small(budgets: dict[str, Any], model: Any) -> None:
     engine = engine_for(model, **budgets)

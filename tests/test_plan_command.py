@@ -19,6 +19,19 @@ from oomb.facts import attention_layers, config_layers
 from oomb.forecast import Machine, _tokens_read, machine_named
 
 
+def test_chosen_pages_are_weighed_for_a_gpu_without_a_name(tmp_path: Path) -> None:
+    """Its rates are not known, but a step of a day is one on any GPU."""
+    told = {}
+    for context in ("64K", "8M"):
+        figures = tmp_path / f"{context}.json"
+        machine = ["--gpu", "24GiB", "--host", "999GiB"]
+        result = invoke("plan", "--model", "smollm2-135m", "--context", context, *machine, "--output", figures)
+        told[context] = json.loads(figures.read_text())["faster"]
+    assert told["64K"] is None
+    assert told["8M"] is not None and "--page_budget 64" in told["8M"]["command"]
+    assert "--page_budget 64 it is more than 3 times as fast" in result.output
+
+
 def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
     picture, figures = tmp_path / "deep" / "plan.png", tmp_path / "new" / "plan.json"
     arguments = ["--model", "qwen2.5-7b", "--context", "256K", "--gpu", "H200", "--host", "64GiB"]

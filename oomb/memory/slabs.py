@@ -27,6 +27,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 GAPS = 0.03
 """Share of a GPU that lies between allocations: steps of Qwen2.5-7B reserved 3% to 6% more than they used; the margin
 that plans leave covers the rest."""
+PIECE_BYTES = GIB
+"""Host memory that is asked for at once."""
 SPARE = 1.1
 """A slab on the GPU is used again for up to so many times fewer pages; a larger one is given up, and taken anew."""
 
@@ -111,9 +113,24 @@ class HostSlab:
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if device.type == "cuda":
-            self.bytes.zero_()
+            touch(self.bytes)
             pin(self.bytes, device)
             weakref.finalize(self, unpin, self.bytes, device).atexit = False
+
+
+def touch(memory: Tensor) -> None:
+    """Writes to all of it, so that the system has to find it, a piece at a time: a system that has promised more memory
+    than it has ends the process that asks for it, so we do not ask for what is not there."""
+    done = 0
+    for piece in memory.split(PIECE_BYTES):
+        if (free := free_host_bytes()) < piece.nbytes:
+            raise OutOfPages(
+                f"{memory.nbytes / GIB:.1f} GiB of host memory were to be taken, and after {done / GIB:.1f} of them "
+                f"{free / GIB:.1f} were left: something else has taken memory since it was planned. Lower host_memory "
+                "or the context, or end what else is running"
+            )
+        piece.zero_()
+        done += piece.nbytes
 
 
 def pin(memory: Tensor, device: torch.device) -> None:
