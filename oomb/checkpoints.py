@@ -49,14 +49,15 @@ class NotSaved(OSError):
 
 
 @contextmanager
-def written(folder: Path, needed_bytes: int = 0) -> Iterator[Path]:
+def written(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Iterator[Path]:
     """Yields a new place of the same name to write to; it becomes `folder` at the end of the `with`, all of it or
-    nothing. What cannot be written raises `NotSaved`; where `needed_bytes` are not free, before anything is."""
+    nothing. What cannot be written raises `NotSaved`; where `needed_bytes` are not free, or `keep_free_bytes` would not
+    be afterwards, before anything is."""
     folder = folder.absolute()
     hidden = _hidden(folder, "partial")
     try:
         try:
-            if needed_bytes > free_bytes(folder.parent):
+            if needed_bytes + keep_free_bytes > free_bytes(folder.parent):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _delete(hidden)
             _ours.add(hidden)
@@ -71,8 +72,13 @@ def written(folder: Path, needed_bytes: int = 0) -> Iterator[Path]:
     except Exception as error:
         if not is_failure_to_write(error):
             raise
-        raise NotSaved(_what_failed(folder, needed_bytes, error)) from error
-    sync_folder(folder.parent)
+        raise NotSaved(_what_failed(folder, needed_bytes, keep_free_bytes, error)) from error
+    try:
+        sync_folder(folder.parent)
+    except OSError as error:
+        warnings.warn(
+            f"{folder} is written, but a power cut may take its name away ({error.strerror or error})", stacklevel=3
+        )
 
 
 def check(folder: Path | str) -> None:
@@ -133,13 +139,26 @@ def latest(output_dir: Path | str) -> Path | None:
 
 def rotate(output_dir: Path, limit: int | None, keep: set[Path]) -> None:
     """Deletes the oldest checkpoints above the limit, those to keep excepted."""
+    for folder in surplus(output_dir, limit, keep):
+        remove_or_warn(folder)
+
+
+def surplus(output_dir: Path, limit: int | None, keep: set[Path], num_new: int = 0) -> list[Path]:
+    """The oldest checkpoints above the limit, those to keep excepted, once there are `num_new` more."""
     if limit is None or limit <= 0:
-        return
+        return []
     kept = {path.absolute() for path in keep}
     folders = find(output_dir)
-    surplus = len(folders) - max(limit, len(kept))
-    for folder in [folder for folder in folders if folder.absolute() not in kept][: max(surplus, 0)]:
+    num_surplus = len(folders) + num_new - max(limit, len(kept))
+    return [folder for folder in folders if folder.absolute() not in kept][: max(num_surplus, 0)]
+
+
+def remove_or_warn(folder: Path) -> None:
+    """A checkpoint that cannot be deleted takes room, and is no reason to end the run that has just written another."""
+    try:
         remove(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} could not be deleted ({error.strerror or error})", stacklevel=3)
 
 
 def remove(folder: Path) -> None:
@@ -173,17 +192,33 @@ def clean(output_dir: Path | str) -> None:
 
 def seal(folder: Path) -> None:
     """Brings all files of a folder to the disk, and last the list of them."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            _sync(path)
-            files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "crc32": fingerprint(path)}
+    sync_files(folder)
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": fingerprint(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"version": 1, "files": files}, indent=1))
     _sync(manifest)
-    for path in [*folder.rglob("*/"), folder]:
-        if path.is_dir():
+    sync_folder(folder)
+
+
+def sync_files(folder: Path) -> None:
+    """Waits until all that is in a folder is on the disk. Some disks say only now that they are full."""
+    for path in [*sorted(folder.rglob("*")), folder]:
+        if path.is_file():
+            _sync(path)
+        elif path.is_dir():
             sync_folder(path)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in a folder, as far as they can be asked."""
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:
+        return 0
 
 
 def fingerprint(path: Path) -> int:
@@ -217,7 +252,7 @@ def is_failure_to_write(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _what_failed(folder: Path, needed_bytes: int, error: Exception) -> str:
+def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: Exception) -> str:
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
     else:
@@ -227,6 +262,7 @@ def _what_failed(folder: Path, needed_bytes: int, error: Exception) -> str:
     except OSError as second:
         free = f"{folder.parent} cannot be asked for its free space ({second})"
     needed = f"it takes about {_size(needed_bytes)}, " if needed_bytes else ""
+    needed += f"{_size(keep_free_bytes)} are to stay free for what is saved at the end, " if keep_free_bytes else ""
     there = find(folder.parent)
     before = f"the other checkpoints are as they were, the newest is {there[-1].name}" if there else "there is no other"
     return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {before}"

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -135,29 +136,108 @@ class MemoryMeter:
 
 
 class JsonLines:
-    """Writes one JSON object per line and flushes each, so that a crash loses nothing that was written."""
+    """Writes one JSON object per line, each at once, so that a crash loses nothing that was written.
+
+    Lines that find no room on the disk wait in memory and are written, in their order, with the next one that does. No
+    error of the disk is raised after the file has been opened: hours of training are worth more than a line of it.
+    """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
+        self._waiting: list[bytes] = []
+        self._is_told = False
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_torn = append and path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-        self._file = path.open("a" if append else "w", encoding="utf-8")
-        if is_torn:
+        # To append also to an empty file: what is cut off leaves no hole then.
+        self._file = path.open("ab", buffering=0)
+        if not append and path.stat().st_size:
+            self._file.truncate(0)
+        self._whole_bytes = path.stat().st_size
+        """Of the file, up to the end of its last whole line: what lies behind is cut off before more is written."""
+        if self._whole_bytes and not path.read_bytes().endswith(b"\n"):
             # A killed run left half a line behind; what comes now is not to be part of it.
-            self._file.write("\n")
+            self._whole_bytes += self._file.write(b"\n")
 
     def write(self, **record: Any) -> None:
-        self._file.write(json.dumps(record, default=str) + "\n")
-        self._file.flush()
+        self._waiting.append((json.dumps(record, default=str) + "\n").encode())
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if not self._is_told:
+                self._is_told = True
+                warnings.warn(
+                    f"{self.path} cannot be written ({error.strerror or error}): its lines are kept in memory until "
+                    "there is room",
+                    stacklevel=2,
+                )
+
+    def move_to(self, path: Path) -> None:
+        """Goes on in another file, with all lines so far: those on the disk, which stay there as well, and those that
+        wait. Raises OSError where that cannot be written, and goes on as before then."""
+        try:
+            lines = [self.path.read_bytes()[: self._whole_bytes]]
+        except OSError as error:
+            lines = []
+            warnings.warn(f"{self.path} cannot be read and stays where it is ({error.strerror or error})", stacklevel=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        try:
+            partial.write_bytes(b"".join([*lines, *self._waiting]))
+            file = partial.open("ab", buffering=0)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        old, self._file, self.path = self._file, file, path
+        self._whole_bytes, self._is_told = path.stat().st_size, False
+        self._waiting.clear()
+        _closed(old)
 
     def close(self) -> None:
-        self._file.close()
+        """Tries once more; what still cannot be written is told."""
+        if self._file.closed:
+            return
+        try:
+            self._write_waiting()
+        except OSError as error:
+            lines = f"{len(self._waiting):,} lines" if len(self._waiting) > 1 else "one line"
+            reason = error.strerror or error
+            warnings.warn(f"the last of {self.path}, {lines}, could not be written ({reason})", stacklevel=2)
+        finally:
+            error = _closed(self._file)
+        if error is not None:
+            warnings.warn(f"the last of {self.path} may not be on the disk ({error.strerror or error})", stacklevel=2)
+
+    def _write_waiting(self) -> None:
+        """A line waits until all of it is written, whatever comes in between."""
+        while self._waiting:
+            if os.fstat(self._file.fileno()).st_size > self._whole_bytes:
+                self._file.truncate(self._whole_bytes)
+            line, written = self._waiting[0], 0
+            try:
+                while written < len(line):
+                    # A disk with some room left takes some of it.
+                    written += self._file.write(line[written:])
+            except OSError:
+                if written:
+                    self._file.truncate(self._whole_bytes)
+                raise
+            self._whole_bytes += len(line)
+            del self._waiting[0]
+        self._is_told = False
 
     def __enter__(self) -> JsonLines:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _closed(file: Any) -> OSError | None:
+    """Closes it; some file systems say only now what did not reach the disk."""
+    try:
+        file.close()
+    except OSError as error:
+        return error
+    return None
 
 
 def gib(num_bytes: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,10 @@ class AtomicCheckpoints(transformers.Trainer):
         self._data_seed: int | None = None
         self.is_stepping = False
         """From the beginning of an optimizer's step until all that belongs to it is on record."""
+        self.keep_free_bytes = 0
+        """What every checkpoint must leave free on its disk, for what is saved at the end."""
+        self.leaving: Callable[[], list[Path]] = list
+        """Asked for checkpoints that a callback deletes as soon as the next one is written."""
         super().__init__(*positional, **options)
         self.add_callback(_Steps(self))
 
@@ -98,7 +102,8 @@ class AtomicCheckpoints(transformers.Trainer):
         """Raises `NotSaved`."""
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"checkpoint-{self.state.global_step}"
-        with checkpoints.written(folder, self._checkpoint_bytes()) as partial:
+        keep_free_bytes = self._still_to_keep_free(run_dir, folder)
+        with checkpoints.written(folder, self._checkpoint_bytes(), keep_free_bytes=keep_free_bytes) as partial:
             self._staging = partial.parent
             try:
                 super()._save_checkpoint(model, trial)
@@ -112,8 +117,19 @@ class AtomicCheckpoints(transformers.Trainer):
         self._newest, self._saved_step = folder, self.state.global_step
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
+        checkpoints.rotate(run_dir, self.args.save_total_limit, self._to_keep(folder))
+
+    def _to_keep(self, newest: Path) -> set[Path]:
         best = self.state.best_model_checkpoint
-        checkpoints.rotate(run_dir, self.args.save_total_limit, {folder} | ({Path(best)} if best else set()))
+        return {newest} | ({Path(best)} if best else set())
+
+    def _still_to_keep_free(self, run_dir: Path, folder: Path) -> int:
+        """`keep_free_bytes` but for what older checkpoints give back when they go, right after this one."""
+        if not self.keep_free_bytes:
+            return 0
+        going = set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
+        going |= set(self.leaving())
+        return max(0, self.keep_free_bytes - sum(map(checkpoints.size_of, going)))
 
     def _get_output_dir(self, trial: Any) -> str:
         # While a checkpoint is written, the run is elsewhere.

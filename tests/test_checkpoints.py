@@ -333,7 +333,7 @@ written = checkpoints.written
 for name in ("foreseen", "weights", "optimizer"):
     if name != "foreseen":
         # A quota, say, of which the free space does not tell.
-        checkpoints.written = lambda folder, needed: written(folder)
+        checkpoints.written = lambda folder, needed, **rest: written(folder)
     folder = Path(sys.argv[1]) / name
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

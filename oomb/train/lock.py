@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -31,7 +31,9 @@ def locked(output_dir: Path) -> Iterator[None]:
     finally:
         if descriptor is not None:
             # While it is still held: whoever opens the file after this makes a new one.
-            path.unlink(missing_ok=True)
+            # On a disk that can no longer be written, the file stays and locks nothing.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             os.close(descriptor)
         for folder in new:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -39,12 +40,28 @@ class TimedCheckpoints(TrainerCallback):
             # Not only in on_save: a checkpoint that finds no room is tried again after as long, not at every step.
             self._last = now
 
+    def leaving(self, output_dir: Path) -> list[Path]:
+        """What goes when the checkpoint that was asked for is written."""
+        if not self._is_ours:
+            return []
+        return _marked(output_dir)[: 1 - KEPT]
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._last = monotonic()
         is_ours, self._is_ours = self._is_ours, False
         if not is_ours or args.output_dir is None or args.save_total_limit is not None:
             return
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / MARK).touch()
-        marked = [folder for folder in checkpoints.find(args.output_dir) if (folder / MARK).is_file()]
-        for folder in marked[:-KEPT]:
-            checkpoints.remove(folder)
+        newest = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        try:
+            (newest / MARK).touch()
+        except OSError as error:
+            warnings.warn(
+                f"{newest} could not be marked as one to be deleted in its time ({error.strerror or error})",
+                stacklevel=2,
+            )
+        for folder in _marked(Path(args.output_dir))[:-KEPT]:
+            checkpoints.remove_or_warn(folder)
+
+
+def _marked(output_dir: Path) -> list[Path]:
+    return [folder for folder in checkpoints.find(output_dir) if (folder / MARK).is_file()]
