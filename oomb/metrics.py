@@ -202,9 +202,9 @@ class JsonLines:
             reason = error.strerror or error
             warnings.warn(f"the last of {self.path}, {lines}, could not be written ({reason})", stacklevel=2)
         finally:
-            error = _closed(self._file)
-        if error is not None:
-            warnings.warn(f"the last of {self.path} may not be on the disk ({error.strerror or error})", stacklevel=2)
+            late = _closed(self._file)
+        if late is not None:
+            warnings.warn(f"the last of {self.path} may not be on the disk ({late.strerror or late})", stacklevel=2)
 
     def _write_waiting(self) -> None:
         """A line waits until all of it is written, whatever comes in between."""

@@ -27,13 +27,14 @@ CORNERS = "╭╮╰╯"
 class Terminal:
     """A child on a pseudo-terminal of its own, and its screen."""
 
-    def __init__(self, cwd: Path) -> None:
+    def __init__(self, cwd: Path, on_hangup: signal.Handlers = signal.SIG_DFL) -> None:
         import pyte
 
         self.screen = pyte.Screen(80, 24)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         """All that was drawn since the last command."""
+        self.master: int | None
         self.master, slave = pty.openpty()
         commands, self._to_child = os.pipe()
         self._from_child, reports = os.pipe()
@@ -47,8 +48,7 @@ class Terminal:
             cwd=cwd,
             env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
             start_new_session=True,
-            # Its own controlling terminal, so that Ctrl-C reaches it.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=lambda: _begin(on_hangup),
         )
         for fd in (slave, commands, reports):
             os.close(fd)
@@ -63,11 +63,25 @@ class Terminal:
         os.write(self._to_child, f"{json.dumps(asked)}\n".encode())
 
     def resize(self, columns: int, lines: int) -> None:
+        assert self.master is not None
         self.screen.resize(lines, columns)
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         os.kill(self.child.pid, signal.SIGWINCH)
 
+    def hang_up(self) -> None:
+        """The window is closed, or the connection lost: the system sends SIGHUP, and nothing can be written."""
+        assert self.master is not None
+        os.close(self.master)
+        self.master = None
+
+    def end(self) -> int:
+        """Nothing more is asked of the child; its exit code."""
+        os.close(self._to_child)
+        self._to_child = -1
+        return self.child.wait(60)
+
     def type(self, text: str) -> None:
+        assert self.master is not None
         os.write(self.master, text.encode())
 
     def go_on(self) -> None:
@@ -110,8 +124,9 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self.screen.display).strip()
 
     def _read(self, timeout: float) -> None:
-        ready, _, _ = select.select([self.master, self._from_child], [], [], timeout)
-        if self.master in ready:
+        watched = [self._from_child] if self.master is None else [self.master, self._from_child]
+        ready, _, _ = select.select(watched, [], [], timeout)
+        if self.master is not None and self.master in ready:
             try:
                 drawn = os.read(self.master, 1 << 16)
             except OSError:  # the child is gone, and its side of the terminal with it
@@ -125,7 +140,16 @@ class Terminal:
         self.child.kill()
         self.child.wait()
         for fd in (self.master, self._to_child, self._from_child):
-            os.close(fd)
+            if fd is not None and fd >= 0:
+                os.close(fd)
+
+
+def _begin(on_hangup: signal.Handlers) -> None:
+    """In the child."""
+    # Whoever runs the tests under nohup has it ignored.
+    signal.signal(signal.SIGHUP, on_hangup)
+    # Its own controlling terminal, so that Ctrl-C reaches it.
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def panel_of(lines: list[str]) -> list[str]:

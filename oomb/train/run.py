@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -23,12 +25,15 @@ from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.train import config_file, outputs, prepare
 from oomb.train.lock import locked
-from oomb.train.outputs import CONFIG, METRICS, MODEL
+from oomb.train.outputs import CONFIG, METRICS
 from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
 from oomb.train.settings import AUTO, Settings
 from oomb.train.timed import KEPT, TimedCheckpoints
 from oomb.trainer import Trainer
+
+EXIT_NOT_AS_ASKED = 1
+"""What was trained is saved, but not where it was to be, or not all of it is trained, for the disk did not let it."""
 
 
 def run(settings: Settings, console: Console) -> int:
@@ -83,8 +88,12 @@ def _run(
     model = prepare.load_model(settings, model_config, precision.dtype, device)
     trainer = prepare.trainer_of(told, model, arguments, config, split)
     trainer.remove_callback(PrinterCallback)
+    trainer.keep_free_bytes = outputs.saved_bytes(model) + outputs.BESIDE_BYTES
     if settings.save_minutes:
-        trainer.add_callback(TimedCheckpoints(settings.save_minutes))
+        timed = TimedCheckpoints(settings.save_minutes)
+        trainer.add_callback(timed)
+        if settings.save_total_limit is None:
+            trainer.leaving = lambda: timed.leaving(output_dir)
     host_limit = host_budget(config, free_host_bytes())
     with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Fails here, with the numbers, if a step will not fit.
@@ -94,83 +103,110 @@ def _run(
     if resume is None and outputs.is_broken_off(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
-    (output_dir / CONFIG).write_text(config_file.write(outputs.portable(told)), encoding="utf-8")
+    config_text = config_file.write(outputs.portable(told))
+    (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
     facts = _facts(told, trainer, split, placement, gpu_bytes, host_limit)
     display = TrainingDisplay(console, log, meter, trainer.engine, facts)
-    interrupts = display.interrupts
-    saved_to: Path | None = None
-    try:
-        with log, interrupts:
-            # Before the trackers, which report what it adds.
-            trainer.callback_handler.callbacks.insert(0, display)
-            trainer.engine.progress = display.chunk_done
-            log.write(
-                event="start",
-                settings=asdict(settings),
-                engine=asdict(config),
-                machine=machine(),
-                budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
-            )
-            display.print(_describe(told, model, split, trainer, device, config, placement, precision))
+    with display.interrupts as interrupts:
+        saved_to: Path | None = None
+        try:
+            with log:
+                # Before the trackers, which report what it adds.
+                trainer.callback_handler.callbacks.insert(0, display)
+                trainer.engine.progress = display.chunk_done
+                log.write(
+                    event="start",
+                    settings=asdict(settings),
+                    engine=asdict(config),
+                    machine=machine(),
+                    budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
+                )
+                display.print(_describe(told, model, split, trainer, device, config, placement, precision))
 
-            before = _held_out_loss(trainer, split.held_out, display)
-            if before is not None:
-                log.write(event="held_out", step=first_step, loss=before)
-                when = "before training" if resume is None else f"of the checkpoint, step {first_step}"
-                display.print(f"held-out loss {when}: {before:.4f}")
-            if resume is None:
-                probe.run("before", trainer, display, first_step)
-            stopped = interrupts.terminated or _train(trainer, display, resume)
-            if display.step_times:
-                interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
-                if stopped:
-                    _save_checkpoint(trainer, display)
-                saved_to = outputs.save(model, tokenizer, output_dir / MODEL)
-            step = trainer.state.global_step
-            after = display.held_out.get(step)
-            if after is None and not stopped:
-                after = _held_out_loss(trainer, split.held_out, display)
-                if after is not None:
-                    log.write(event="held_out", step=step, loss=after)
-            if not stopped:
-                probe.run("after", trainer, display, step)
-            log.write(
-                event="end",
-                stopped=stopped,
-                steps=step,
-                tokens=sum(display.step_tokens),
-                tokens_per_s=round(display.tokens_per_second, 1) if display.step_times else None,
-                peak_memory_bytes=meter.peak_bytes,
-                wall_s=round(time.monotonic() - started, 2),
+                before = _held_out_loss(trainer, split.held_out, display)
+                if before is not None:
+                    log.write(event="held_out", step=first_step, loss=before)
+                    when = "before training" if resume is None else f"of the checkpoint, step {first_step}"
+                    display.print(f"held-out loss {when}: {before:.4f}")
+                if resume is None:
+                    probe.run("before", trainer, display, first_step)
+                ended = "stopped" if interrupts.terminated else _train(trainer, display, resume)
+                stopped = ended != "whole"
+                if display.step_times:
+                    interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
+                    if stopped:
+                        _save_checkpoint(trainer, display)
+                    saved_to = outputs.save_somewhere(model, tokenizer, output_dir, lambda line: _warn(line, display))
+                    if saved_to.parent != output_dir:
+                        _move(log, saved_to.parent, config_text, display)
+                step = trainer.state.global_step
+                after = display.held_out.get(step)
+                if after is None and not stopped:
+                    after = _held_out_loss(trainer, split.held_out, display)
+                    if after is not None:
+                        log.write(event="held_out", step=step, loss=after)
+                if not stopped:
+                    probe.run("after", trainer, display, step)
+                log.write(
+                    event="end",
+                    stopped=stopped,
+                    steps=step,
+                    tokens=sum(display.step_tokens),
+                    tokens_per_s=round(display.tokens_per_second, 1) if display.step_times else None,
+                    peak_memory_bytes=meter.peak_bytes,
+                    wall_s=round(time.monotonic() - started, 2),
+                )
+        except KeyboardInterrupt:
+            display.close()
+            checkpoints.clean(output_dir)
+            what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
+            console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
+            if checkpoints.latest(output_dir) is not None:
+                console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
+            return EXIT_INTERRUPTED
+        interrupts.release()
+        if stopped:
+            where = f"the model as of then is in {saved_to}" if saved_to else _nothing_saved(output_dir)
+            text = escape(f"stopped after step {step} of {arguments.max_steps}; {where}")
+            console.print(f"[yellow]{text}[/]", highlight=False, soft_wrap=True)
+        if saved_to is not None:
+            places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
+            if settings.report:
+                places |= _reported(log.path.parent, display)
+            title = "Stopped" if stopped else "Done"
+            console.print(display.summary(title, (before, after), time.monotonic() - started, places))
+            next_steps = (
+                (outputs.how_to_go_on(output_dir) if checkpoints.latest(output_dir) is not None else "")
+                if stopped
+                else outputs.what_next(settings, split.num_tokens, model, saved_to)
             )
-    except KeyboardInterrupt:
-        display.close()
-        checkpoints.clean(output_dir)
-        what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
-        console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
-        if checkpoints.latest(output_dir) is not None:
-            console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
-        return EXIT_INTERRUPTED
-    if stopped:
-        where = f"the model as of then is in {saved_to}" if saved_to else _nothing_saved(output_dir)
-        console.print(
-            f"[yellow]stopped after step {step} of {arguments.max_steps}; {where}[/]", highlight=False, soft_wrap=True
-        )
-    if saved_to is not None:
-        places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
-        if settings.report:
-            places["report"] = report.write_report(output_dir)
-        title = "Stopped" if stopped else "Done"
-        console.print(display.summary(title, (before, after), time.monotonic() - started, places))
-        next_steps = (
-            (outputs.how_to_go_on(output_dir) if checkpoints.latest(output_dir) is not None else "")
-            if stopped
-            else outputs.what_next(settings, split.num_tokens, model, saved_to)
-        )
-        console.print(next_steps, highlight=False, markup=False, soft_wrap=True)
-    return interrupts.exit_code if stopped or interrupts.terminated else 0
+            console.print(next_steps, highlight=False, markup=False, soft_wrap=True)
+        if ended == "failed" or (saved_to is not None and saved_to.parent != output_dir):
+            return EXIT_NOT_AS_ASKED
+        return interrupts.exit_code if stopped or interrupts.terminated else 0
+
+
+def _move(log: JsonLines, folder: Path, config_text: str, display: TrainingDisplay) -> None:
+    """What belongs to a model that had to be saved elsewhere goes with it."""
+    with suppress(OSError):
+        (folder / CONFIG).write_text(config_text, encoding="utf-8")
+    try:
+        log.move_to(folder / METRICS)
+    except OSError as error:
+        _warn(f"{log.path} could not be copied to {folder} ({error.strerror or error})", display)
+
+
+def _reported(run_dir: Path, display: TrainingDisplay) -> dict[str, Path]:
+    """A page about a finished run is not worth the run."""
+    try:
+        return {"report": report.write_report(run_dir)}
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        again = f"{outputs.program()} report {shlex.quote(str(run_dir))}"
+        _warn(f"the report was not written ({reason}); to try again: {again}", display)
+        return {}
 
 
 def _nothing_saved(output_dir: Path) -> str:
@@ -203,32 +239,41 @@ def _facts(
     )
 
 
-def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> bool:
-    """Train; True where a signal ended it early, which is between two chunks and never inside an optimizer step."""
+def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> Literal["whole", "stopped", "failed"]:
+    """Train; "stopped" where a signal ended it early, "failed" where an error of the system did. That is between two
+    chunks and never inside an optimizer step."""
     notice = "stopping at the next chunk and saving; Ctrl-C again ends without saving"
     display.interrupts.stop(notice)
     try:
         trainer.train(resume_from_checkpoint=resume)
     except StopRequested:
-        return True
+        return "stopped"
     except checkpoints.NotSaved as error:
         # Of the last step: all is trained. The model takes a third of a checkpoint's room, and may still find it.
-        _say_not_saved(error, display)
+        _warn(str(error), display)
+    except OSError as error:
+        # Of a tracker's file, say, or of the data: what has been trained until now is whole.
+        if not display.step_times or trainer.is_stepping:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _warn(f"training ended by an error of the system ({reason}); saving what is trained", display)
+        return "failed"
     finally:
         display.close()
-    return display.interrupts.stop_requested and trainer.state.global_step < trainer.state.max_steps
+    is_cut_short = display.interrupts.stop_requested and trainer.state.global_step < trainer.state.max_steps
+    return "stopped" if is_cut_short else "whole"
 
 
 def _save_checkpoint(trainer: Trainer, display: TrainingDisplay) -> None:
     try:
         trainer.save_checkpoint()
     except checkpoints.NotSaved as error:
-        _say_not_saved(error, display)
+        _warn(str(error), display)
 
 
-def _say_not_saved(error: checkpoints.NotSaved, display: TrainingDisplay) -> None:
+def _warn(line: str, display: TrainingDisplay) -> None:
     display.close()
-    display.print(f"[yellow]{escape(str(error))}[/]")
+    display.print(f"[yellow]{escape(line)}[/]")
 
 
 def _held_out_loss(trainer: Trainer, held_out: data.Windows | None, display: TrainingDisplay) -> float | None:
