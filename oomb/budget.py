@@ -77,6 +77,8 @@ class Budget:
         self._shapes: dict[tuple[Any, ...], dict[int, LayerShape]] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
         self._has_warned = False
+        self.has_states_on_host = False
+        """Whether the optimizer's states rest there: then no room is left for them on the GPU."""
 
     @property
     def tiers(self) -> Tiers:
@@ -94,6 +96,10 @@ class Budget:
     def has_stepped(self) -> bool:
         """Whether an optimizer has changed the parameters: from then on its states are there."""
         return self._versions is not None and self._versions != self._parameter_versions()
+
+    @property
+    def _has_states_to_come(self) -> bool:
+        return not (self.has_stepped or self.has_states_on_host)
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters() if p.requires_grad]
@@ -213,7 +219,7 @@ class Budget:
             host_room=host_room,
             missing_grad_bytes=pending_bytes(self.model.parameters(), wanted.float32_sums) if wanted.trains else 0,
             # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
-            optimizer_bytes=0 if self.has_stepped or not wanted.trains else 2 * facts.grad_bytes,
+            optimizer_bytes=2 * facts.grad_bytes if wanted.trains and self._has_states_to_come else 0,
             is_only=wanted.is_only,
         )
 

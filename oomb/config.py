@@ -25,6 +25,18 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "param_grad_dtype": ("auto", "param", "float32"),
 }
 
+OFFLOADED_STATES = {
+    "offloaded_adamw": "float32",
+    "offloaded_adamw_bf16": "bfloat16",
+    "offloaded_adamw_8bit": "8bit",
+}
+"""Names of `oomb.OffloadedAdamW`, by its `state_dtype`: how its states rest in host memory."""
+OFFLOADED_OPTIONS: dict[str, dict[str, Any]] = {
+    "state_dtype": {name: name for name in OFFLOADED_STATES.values()},
+    "master_weights": {"true": True, "false": False},
+}
+"""What `optim_args` may say of it."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class Config:
@@ -146,3 +158,15 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     if isinstance(size, bool) or match is None or match[2] not in units or is_part:
         raise ValueError(f'{name} is {size!r}; it must be "auto", a whole number of bytes, or a size such as "24GiB"')
     return int(float(match[1]) * units[match[2]])
+
+
+def parse_optim_args(text: str | None) -> dict[str, Any]:
+    """Settings of `oomb.OffloadedAdamW` from a text such as "state_dtype=8bit,master_weights=true"."""
+    options: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if value not in OFFLOADED_OPTIONS.get(key, {}):
+            known = "; ".join(f"{name}={'|'.join(values)}" for name, values in OFFLOADED_OPTIONS.items())
+            raise ValueError(f"{part!r} is unknown; it takes {known}")
+        options[key] = OFFLOADED_OPTIONS[key][value]
+    return options

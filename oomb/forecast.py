@@ -15,7 +15,7 @@ from math import exp
 import torch
 
 from oomb.advice import longest_context
-from oomb.config import TILE_SIZE, Config, means_per_page
+from oomb.config import OFFLOADED_STATES, TILE_SIZE, Config, means_per_page
 from oomb.memory import GAPS, GPU, HOST
 from oomb.metrics import GIB, duration, gib
 from oomb.moments import field_sizes
@@ -86,13 +86,7 @@ STATE_BYTES: dict[str, Callable[[ModelFacts], int]] = {
     "adamw_8bit": lambda facts: 2 * facts.trainable_elements,
 }
 """What an optimizer keeps on the GPU from step to step."""
-OFFLOADED_STATES = {
-    "offloaded_adamw": "float32",
-    "offloaded_adamw_bf16": "bfloat16",
-    "offloaded_adamw_8bit": "8bit",
-}
-"""`oomb.OffloadedAdamW`, by its `state_dtype`: its states rest in host memory. What it takes of the GPU during its step
-is less than the activations that are gone by then."""
+# What those with states on the host take of the GPU in their step is less than the activations that are gone by then.
 OPTIMIZERS = (*STATE_BYTES, *OFFLOADED_STATES)
 
 

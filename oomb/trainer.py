@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
-from oomb.config import Config
+from oomb.config import OFFLOADED_STATES, Config, parse_optim_args
 from oomb.engine import Engine
 from oomb.loss import IGNORED
 from oomb.optim import OffloadedAdamW
@@ -20,8 +20,6 @@ from oomb.resuming import AtomicCheckpoints
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 """What collators add for flash kernels; position_ids say the same."""
-OPTIMIZERS = {"offloaded_adamw": "float32", "offloaded_adamw_bf16": "bfloat16", "offloaded_adamw_8bit": "8bit"}
-"""Choices of `optimizer`, and how the moments rest in host memory (`state_dtype` of `oomb.OffloadedAdamW`)."""
 
 
 class Trainer(AtomicCheckpoints):
@@ -32,7 +30,8 @@ class Trainer(AtomicCheckpoints):
     (see `Engine.logprobs`) and not logits. Batches without `labels` are trained on their `input_ids`.
 
     `optimizer` is "offloaded_adamw", with its states in host memory (`oomb.OffloadedAdamW`), or the same with states
-    in 16 or 8 bits, "offloaded_adamw_bf16" or "offloaded_adamw_8bit". By default `optim` of `args` decides.
+    in 16 or 8 bits, "offloaded_adamw_bf16" or "offloaded_adamw_8bit". `optim_args` of `args` may say more of it, as in
+    "master_weights=true". The engine then leaves no room for states on the GPU. By default `optim` of `args` decides.
     """
 
     optimizer: Any
@@ -49,13 +48,21 @@ class Trainer(AtomicCheckpoints):
     ) -> None:
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         _refuse_arguments(args)
+        offloaded = None if optimizer is None else _offloaded(optimizer, args)
         _take_over(args)
         self.engine_config = engine_config
+        self._has_states_on_host = False
         self._engine: Engine | None = None
         self._engine_of: tuple[nn.Module, torch.device] | None = None
         super().__init__(model, args, *positional, **options)
-        if optimizer is not None:
-            self._choose_optimizer(optimizer)
+        if offloaded is not None:
+            if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+                raise ValueError(
+                    f"optimizer={optimizer!r} beside an optimizer that is passed as well: leave one of them out"
+                )
+            self.optimizer_cls_and_kwargs = offloaded
+        kind = type(self.optimizer) if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
+        self._has_states_on_host = isinstance(kind, type) and issubclass(kind, OffloadedAdamW)
         if self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func takes logits, which the engine never holds: subclass oomb.Trainer and build the "
@@ -65,19 +72,7 @@ class Trainer(AtomicCheckpoints):
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         # An unsupported model is refused here, before any data is read.
-        _ = self.engine
-
-    def _choose_optimizer(self, name: str) -> None:
-        if name not in OPTIMIZERS:
-            raise ValueError(f"optimizer is {name!r}; use one of {', '.join(OPTIMIZERS)}, or None for args.optim")
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            raise ValueError(f"optimizer={name!r} beside an optimizer that is passed as well: leave one of them out")
-        optim = getattr(self.args.optim, "value", self.args.optim)
-        if not optim.startswith("adamw"):
-            raise ValueError(f"optimizer={name!r} and optim={optim!r} are two choices: leave one of them out")
-        betas = self.args.adam_beta1, self.args.adam_beta2
-        settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
-        self.optimizer_cls_and_kwargs = OffloadedAdamW, {**settings, "state_dtype": OPTIMIZERS[name]}
+        self.engine.budget.has_states_on_host = self._has_states_on_host
 
     def create_optimizer(self, *positional: Any, **options: Any) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
@@ -96,6 +91,7 @@ class Trainer(AtomicCheckpoints):
                 self.model.gradient_checkpointing_disable()
                 _warn_of_checkpointing("The model has gradient checkpointing enabled")
             self._engine = Engine(self.model, self.engine_config)
+            self._engine.budget.has_states_on_host = self._has_states_on_host
             self._engine_of = model_and_device
         return self._engine
 
@@ -139,6 +135,28 @@ class Trainer(AtomicCheckpoints):
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         # Labels must be there before the tokens of an accumulated batch are counted.
         return super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
+
+
+def _offloaded(name: str, args: TrainingArguments) -> tuple[type[OffloadedAdamW], dict[str, Any]]:
+    """The class and the settings of the optimizer that is called so. Refuses names that are not known and settings that
+    contradict it."""
+    if name not in OFFLOADED_STATES:
+        raise ValueError(f"optimizer is {name!r}; use one of {', '.join(OFFLOADED_STATES)}, or None for args.optim")
+    optim = getattr(args.optim, "value", args.optim)
+    if not optim.startswith("adamw"):
+        raise ValueError(f"optimizer={name!r} and optim={optim!r} are two choices: leave one of them out")
+    try:
+        options = parse_optim_args(args.optim_args)
+    except ValueError as error:
+        raise ValueError(f"of optim_args, {error}") from None
+    state_dtype = OFFLOADED_STATES[name]
+    if name != "offloaded_adamw" and options.get("state_dtype", state_dtype) != state_dtype:
+        raise ValueError(
+            f"optimizer={name!r} and state_dtype={options['state_dtype']} of optim_args are two choices: leave one of "
+            "them out"
+        )
+    rates = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return OffloadedAdamW, {**rates, "state_dtype": state_dtype, **options}
 
 
 def layout_of(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,9 @@ class TRLTrainer(Trainer):
     """The trainer of TRL that this one is."""
     noted: tuple[str, ...] = ("entropy", "is_top1")
 
-    def __init__(self, *given: Any, engine_config: Config | None = None, **options: Any) -> None:
+    def __init__(
+        self, *given: Any, engine_config: Config | None = None, optimizer: str | None = None, **options: Any
+    ) -> None:
         named = dict(inspect.signature(self.trl_class).bind(*given, **options).arguments)
         model, args = named.pop("model"), named.pop("args", None)
         if args is None:
@@ -178,7 +180,7 @@ class TRLTrainer(Trainer):
             unwrap(model)
             _refuse_router_loss(model, args)
         _switch_off(args)
-        super().__init__(model, args, engine_config=engine_config, **named)
+        super().__init__(model, args, engine_config=engine_config, optimizer=optimizer, **named)
 
     @property
     def engine(self) -> Engine:
@@ -228,7 +230,7 @@ class TRLTrainer(Trainer):
 
 
 class SFT(TRLTrainer):
-    """Use it as `trl.SFTTrainer`; `engine_config` is the one argument more.
+    """Use it as `trl.SFTTrainer`; `engine_config` and `optimizer` are the arguments more, as in `oomb.Trainer`.
 
     `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
     """
@@ -247,7 +249,7 @@ class SFT(TRLTrainer):
 
 
 class DPO(TRLTrainer):
-    """Use it as `trl.DPOTrainer`; `engine_config` is the one argument more.
+    """Use it as `trl.DPOTrainer`; `engine_config` and `optimizer` are the arguments more, as in `oomb.Trainer`.
 
     The reference model, where there is one, has an engine of its own. `compute_metrics` gets per-token
     log-probabilities [B, T] as `predictions`, not logits.
@@ -256,9 +258,9 @@ class DPO(TRLTrainer):
     noted: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
     precompute_ref_logps: bool
 
-    def __init__(self, *given: Any, engine_config: Config | None = None, **options: Any) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
         self._reference: Engine | None = None
-        super().__init__(*given, engine_config=engine_config, **options)
+        super().__init__(*given, **options)
         if self.use_weighting:
             self.noted = (*self.noted, "log_sum_sq_probs")
         # A mean over pairs: batches have no labels that could be counted.

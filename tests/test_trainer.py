@@ -14,6 +14,7 @@ from trainings import CHUNKED, VOCAB, Samples, arguments, logged, quick_collecti
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
 
 import oomb
+from oomb import budget
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
@@ -365,6 +366,14 @@ def test_an_optimizer_with_its_states_in_host_memory(tmp_path: Path, name: str) 
         ("adamw_9bit", {}, {}, "use one of offloaded_adamw, "),
         ("offloaded_adamw", {"optim": "sgd"}, {}, "optim='sgd' are two choices"),
         ("offloaded_adamw", {}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "passed as well"),
+        (
+            "offloaded_adamw",
+            {},
+            {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None)},
+            "passed as well",
+        ),
+        ("offloaded_adamw", {"optim_args": "state_dtype=4bit"}, {}, "of optim_args, 'state_dtype=4bit' is unknown"),
+        ("offloaded_adamw_8bit", {"optim_args": "state_dtype=bfloat16"}, {}, "of optim_args are two choices"),
     ],
 )
 def test_two_optimizers_are_refused(
@@ -372,3 +381,39 @@ def test_two_optimizers_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         oomb.Trainer(tiny_model(), arguments(tmp_path, **settings), optimizer=optimizer, **options)
+
+
+def test_more_is_said_of_the_optimizer_by_optim_args(tmp_path: Path) -> None:
+    made = []
+    for optim_args in (None, "state_dtype=bfloat16, master_weights=true"):
+        trainer = oomb.Trainer(
+            tiny_model(), arguments(tmp_path, optim_args=optim_args), optimizer="offloaded_adamw", engine_config=CHUNKED
+        )
+        optimizer = trainer.create_optimizer()
+        made.append((optimizer.state_dtype, optimizer.master_weights))
+    assert made == [("float32", False), ("bfloat16", True)]
+
+
+def test_room_on_the_gpu_is_left_for_states_that_will_be_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+    decide = budget.decide
+    monkeypatch.setattr(
+        budget, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
+    )
+    model, found = tiny_model(), []
+    for options in (
+        {},
+        {"optimizer": "offloaded_adamw"},
+        {"optimizers": (oomb.OffloadedAdamW(model.parameters()), None)},
+        {"optimizer_cls_and_kwargs": (oomb.OffloadedAdamW, {"lr": 1e-3})},
+        {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3})},
+    ):
+        trainer = oomb.Trainer(
+            model, arguments(tmp_path, max_steps=1), train_dataset=Samples(8, 41), engine_config=CHUNKED, **options
+        )
+        trainer.train()
+        found.append(rooms[0] > 0)
+        rooms.clear()
+    assert found == [True, False, False, False, True]

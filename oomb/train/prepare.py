@@ -18,10 +18,8 @@ from transformers import (
 )
 
 from oomb import data, presets
-from oomb.budget import Budget
-from oomb.config import Config
+from oomb.config import OFFLOADED_STATES, Config
 from oomb.loss import IGNORED
-from oomb.optim import OffloadedAdamW
 from oomb.quantised import bits_config
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.trainer import Trainer
@@ -223,6 +221,7 @@ def arguments_of(settings: Settings, device: torch.device, mixed: bool) -> Train
         warmup_steps=settings.warmup_steps,
         lr_scheduler_type=settings.lr_scheduler_type,
         optim="adamw_torch",
+        optim_args=_optim_args(settings) if settings.optim in OFFLOADED_STATES else None,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
@@ -246,6 +245,11 @@ def arguments_of(settings: Settings, device: torch.device, mixed: bool) -> Train
         run_name=settings.run_name or Path(settings.output_dir).name,
         disable_tqdm=True,
     )
+
+
+def _optim_args(settings: Settings) -> str:
+    """With the defaults of `oomb train`, which are not those of a trainer."""
+    return ",".join(f"{key}={value}".lower() for key, value in settings.optimizer_options().items())
 
 
 def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
@@ -289,26 +293,11 @@ def _with_adapters(settings: Settings, model: Any) -> Any:
     return get_peft_model(model, config)
 
 
-class StatesOnHost(Budget):
-    """Before a first step the engine leaves room on the GPU for AdamW's states. These are elsewhere."""
-
-    @property
-    def has_stepped(self) -> bool:
-        return True
-
-
 def trainer_of(
     settings: Settings, model: Any, arguments: TrainingArguments, config: Config, split: data.Split
 ) -> Trainer:
     """The trainer with its optimizer's memory taken, where that lies on the host: before the engine plans its share."""
-    options: dict[str, Any] = {}
-    if settings.optim == "offloaded_adamw":
-        rates = {
-            "lr": arguments.learning_rate,
-            "betas": (arguments.adam_beta1, arguments.adam_beta2),
-            "eps": arguments.adam_epsilon,
-        }
-        options["optimizer_cls_and_kwargs"] = (OffloadedAdamW, {**rates, **settings.optimizer_options()})
+    is_offloaded = settings.optim in OFFLOADED_STATES
     trainer = Trainer(
         model,
         arguments,
@@ -316,11 +305,10 @@ def trainer_of(
         eval_dataset=split.held_out,
         data_collator=padded,
         engine_config=config,
-        **options,
+        optimizer=settings.optim if is_offloaded else None,
     )
-    if settings.optim == "offloaded_adamw":
+    if is_offloaded:
         trainer.create_optimizer()
-        trainer.engine.budget = StatesOnHost(trainer.engine.model, config)
     return trainer
 
 

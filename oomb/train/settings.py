@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from oomb.config import CHOICES, Config
+from oomb.config import CHOICES, Config, parse_optim_args
 from oomb.options import ENGINE, ENGINE_OPTIONS, parse_tokens
 
 DEMO = "demo"
@@ -298,19 +298,10 @@ class Settings:
 
     def optimizer_options(self) -> dict[str, Any]:
         """What `--optim_args` says. Small updates are kept exactly unless told otherwise."""
-        options: dict[str, Any] = {"state_dtype": "float32", "master_weights": True}
-        allowed: dict[str, dict[str, Any]] = {
-            "state_dtype": {name: name for name in ("float32", "bfloat16", "8bit")},
-            "master_weights": {"true": True, "false": False},
-        }
-        for part in (self.optim_args or "").split(","):
-            if part.strip():
-                key, _, value = (word.strip() for word in part.partition("="))
-                if value not in allowed.get(key, {}):
-                    known = "; ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
-                    raise SettingError("optim_args", f"{part.strip()!r} is unknown; it takes {known}")
-                options[key] = allowed[key][value]
-        return options
+        try:
+            return {"state_dtype": "float32", "master_weights": True, **parse_optim_args(self.optim_args)}
+        except ValueError as error:
+            raise SettingError("optim_args", str(error)) from None
 
 
 def own_fields() -> list[Field[Any]]:

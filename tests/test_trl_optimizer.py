@@ -1,0 +1,81 @@
+"""TRL's trainers with AdamW's states in host memory, which is asked for by a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts import load
+
+import oomb
+
+trl = pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
+from test_trl import CHUNKED, SETTINGS, assert_same_weights, pairs, texts  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return toy.model_folder(str(tmp_path_factory.mktemp("toy") / "model"))
+
+
+@pytest.mark.parametrize("name", ["offloaded_adamw", "offloaded_adamw_8bit"])
+@pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
+def test_states_of_adamw_rest_in_host_memory_and_resume(
+    tmp_path: Path, folder: str, kind: str, data: Any, name: str
+) -> None:
+    rates = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "learning_rate": 1e-3}
+
+    def trainer(home: Path, optimizer: str | None) -> Any:
+        settings = {**SETTINGS, **rates, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        settings |= {"optim": "adamw_torch", "eval_strategy": "no"}
+        return getattr(oomb, f"{kind}Trainer")(
+            model=folder,
+            args=getattr(trl, f"{kind}Config")(output_dir=str(home), **settings),
+            train_dataset=data(),
+            engine_config=CHUNKED,
+            optimizer=optimizer,
+        )
+
+    whole, resumed, plain = trainer(tmp_path, name), trainer(tmp_path, name), trainer(tmp_path / "plain", None)
+    assert whole.engine.budget.has_states_on_host and not plain.engine.budget.has_states_on_host
+    for one in (whole, plain):
+        one.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[key], value), key
+    ours, theirs = whole.optimizer.optimizer, plain.optimizer.optimizer
+    assert type(ours) is oomb.OffloadedAdamW and type(theirs) is torch.optim.AdamW
+    assert ours.state_dtype == ("8bit" if name.endswith("8bit") else "float32")
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert all(group[key] == other[key] for key in ("betas", "eps", "weight_decay", "initial_lr"))
+    assert ours.param_groups[0]["weight_decay"] == 0.1
+    assert_same_weights(
+        whole.model, plain.model, load(folder).state_dict(), tolerance=0.3 if name.endswith("8bit") else 1e-3
+    )
+
+
+@pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
+def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
+    tmp_path: Path, folder: str, kind: str, data: Any
+) -> None:
+    handed = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    known = "use one of offloaded_adamw, offloaded_adamw_bf16, offloaded_adamw_8bit"
+    for options, message in (
+        ({"optimizer": "lion"}, f"optimizer is 'lion'; {known}"),
+        ({"optimizer": "offloaded_adamw", "optimizers": (handed, None)}, "passed as well: leave one of them out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            getattr(oomb, f"{kind}Trainer")(
+                model=folder,
+                args=getattr(trl, f"{kind}Config")(
+                    output_dir=str(tmp_path), **{**SETTINGS, "optim": "adamw_torch", "eval_strategy": "no"}
+                ),
+                train_dataset=data(),
+                **options,
+            )
