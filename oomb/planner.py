@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from oomb import metrics, presets
-from oomb.config import Config, parse_bytes
+from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
 from oomb.memory import GPU, HOST, free_host_bytes
@@ -90,6 +90,11 @@ class Forecast:
     def _limit(self, tier: str) -> int:
         return self.plan.gpu_limit if tier == GPU else self.plan.host_limit
 
+    @property
+    def master_bytes(self) -> int:
+        """What `master_weights` of `oomb.OffloadedAdamW` takes besides its states: as much as float32 sums."""
+        return self.facts.float32_sum_bytes
+
     def lines(self) -> list[str]:
         """What the table does not say."""
         plan, placement = self.plan, self.plan.placement
@@ -121,6 +126,11 @@ class Forecast:
             lines.append(
                 f"[yellow]the model was made for {self.positions:,} positions (max_position_embeddings): scale RoPE "
                 "before training on more[/]"
+            )
+        if plan.optimizer in OFFLOADED_STATES and self.master_bytes:
+            lines.append(
+                f"not counted: float32 copies of the weights, {metrics.gib(self.master_bytes)} more of host memory, "
+                "which oomb train --optim offloaded_adamw keeps unless --optim_args has master_weights=false"
             )
         if plan.problem is not None:
             lines.append(f"[bold red]{escape(plan.problem)}[/]")

@@ -1,0 +1,46 @@
+"""What a plan says of AdamW's states in host memory is what the optimizer takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from oomb import forecast, planner, presets
+from oomb.config import OFFLOADED_STATES
+from oomb.forecast import machine_named
+from oomb.metrics import GIB
+from oomb.optim import OffloadedAdamW
+
+H200 = machine_named("H200", 100 * GIB)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", OFFLOADED_STATES)
+def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: bool, dtype: str) -> None:
+    """Counted without float32 copies, of which the plan says how much they are more."""
+    if lora:
+        pytest.importorskip("peft")
+    told = planner.plan("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
+    [states] = [term.num_bytes for term in told.plan.terms if term.name == forecast.STATES]
+    model = presets.load_model("demo", dtype=dtype, device="cpu")
+    if lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    plain, with_copies = (
+        OffloadedAdamW(model.parameters(), state_dtype=OFFLOADED_STATES[name], master_weights=master_weights)
+        for master_weights in (False, True)
+    )
+    # Each parameter's last run of 256 numbers has scales of its own.
+    assert states == pytest.approx(plain.host_bytes, rel=1e-3) and states <= plain.host_bytes
+    assert told.master_bytes == with_copies.host_bytes - plain.host_bytes
+    with_copies.reserve()
+    taken = sum(x.nbytes for home in with_copies._homes.values() for x in home.rows.values())
+    assert taken == with_copies.host_bytes
+    said = [line for line in told.lines() if line.startswith("not counted: float32 copies")]
+    assert len(said) == (dtype == "bfloat16" and not lora) == bool(told.master_bytes)
+
+
+def test_no_copies_are_spoken_of_where_no_optimizer_keeps_them() -> None:
+    told = planner.plan("demo", 4096, H200, optimizer="adamw")
+    assert told.master_bytes and not any("copies" in line for line in told.lines())
