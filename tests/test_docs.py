@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,11 @@ from command import invoke
 from scripts import load, toy
 from test_packaging import ROOT, blocks, commands, fences
 from torch import Tensor
-from trainings import Samples, arguments, logged
+from trainings import Samples, arguments, logged, tiny_model
 
 import oomb
 from oomb import planner
-from oomb.interrupts import EXIT_INTERRUPTED
+from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
 
 DOCS = ROOT / "docs"
@@ -327,6 +330,73 @@ def test_short_pieces_of_python_run(here: Path) -> None:
     assert names["trainer"].state.global_step == 1
     assert [len(logp) for logp in names["logp"]] == [70, 20]
     assert names["engine"].config.page_budget == 64
+
+
+SCRIPT = """
+import time
+from pathlib import Path
+
+from trainings import CHUNKED, Samples, arguments, tiny_model
+from transformers import TrainerCallback
+
+import oomb
+from oomb import checkpoints
+
+STOP_AFTER = None if checkpoints.latest("out") else 3
+
+
+class Wait(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == STOP_AFTER:
+            print("waiting", flush=True)
+            while not interrupts.stop_requested:
+                time.sleep(0.01)
+
+
+trainer = oomb.Trainer(
+    tiny_model("phi", resid_pdrop=0.1),
+    arguments(Path("out"), max_steps=6),
+    train_dataset=Samples(10, 41),
+    engine_config=CHUNKED,
+    callbacks=[Wait()],
+)
+"""
+"""What comes before a piece of Python that trains, in a script that waits for its SIGTERM in the first run."""
+
+
+def test_a_script_of_ones_own_saves_at_sigterm_and_goes_on(here: Path) -> None:
+    [block] = [b for b in fences(DOCS / "checkpoints.md", "python") if "interrupts" in b]
+    (here / "script.py").write_text(f"{SCRIPT}\n{block}")
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert process.stdout is not None
+    with process:
+        for line in process.stdout:
+            if line == "waiting\n":
+                process.send_signal(signal.SIGTERM)
+                break
+        output = process.stdout.read()
+    assert process.returncode == EXIT_TERMINATED, output
+    assert f"saved out/checkpoint-{STOP_AFTER}\n" in output
+    assert [path.name for path in (here / "out").iterdir()] == [f"checkpoint-{STOP_AFTER}"]
+    # Again, as it is: from there to the end.
+    names: dict[str, Any] = {}
+    exec((here / "script.py").read_text(), names)
+    resumed, whole = (
+        names["trainer"],
+        oomb.Trainer(
+            tiny_model("phi", resid_pdrop=0.1),
+            arguments(here / "whole", max_steps=6),
+            train_dataset=Samples(10, 41),
+            engine_config=oomb.Config(chunk_size=16),
+        ),
+    )
+    whole.train()
+    assert resumed.state.global_step == 6
+    assert logged(resumed, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_the_index_has_every_page() -> None:
