@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "f32-pages": {"param_grad_dtype": "param", "grad_dtype": "float32"},
     "kept-attention": {"keep_attention": True},
     "f32-both": {"param_grad_dtype": "float32", "grad_dtype": "float32"},
+    "int8-kv": {"kv_dtype": "int8"},
+    "int8-pages": {"kv_dtype": "int8", "grad_dtype": "int8"},
 }
 
 
@@ -88,6 +90,9 @@ def main(
     variants: Annotated[str, typer.Option(help=f"all, or some of {','.join(VARIANTS)}")] = "all",
     out: Path | None = None,
 ) -> None:
+    chosen = list(VARIANTS) if variants == "all" else variants.split(",")
+    if unknown := [name for name in chosen if name not in VARIANTS]:
+        raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     torch.manual_seed(0)
     network = load_model(model, dtype="bfloat16", attn_implementation="sdpa").train()
     ids = torch.randint(1, network.config.vocab_size, (1, context))
@@ -99,7 +104,7 @@ def main(
     network.set_attn_implementation("sdpa")
     losses["standard"] = float(StandardStep(network)(ids))
     results = {"standard": errors(take_grads(network), reference)}
-    for name in VARIANTS if variants == "all" else variants.split(","):
+    for name in chosen:
         step = EngineStep(Engine(network, Config(chunk_size=chunk_size, **VARIANTS[name])))
         losses[f"oomb {name}"] = float(step(ids))
         results[f"oomb {name}"] = errors(take_grads(network), reference)
