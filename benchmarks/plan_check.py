@@ -2,9 +2,12 @@
 
 python benchmarks/plan_check.py                              # about ten minutes on an H200
 python benchmarks/plan_check.py --contexts 32K,128K --cases full,lora --places gpu,host
+python benchmarks/plan_check.py --contexts 4M --cases lora-8bit --places brim --layers 2     # a rehearsal
 
 Ends with exit code 1 if a predicted peak is more than 3% off, or if a step that was predicted to fit comes to nothing.
 The file is written before each part of a long step: one that is killed leaves a row that says how far it came.
+With --layers the model, and so the forecast, has fewer layers: the step is rehearsed in little time. The file says so,
+tables pass over its rows, and without --out it goes beside the file of whole steps.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 """All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim; none on the
 GPU, and the host filled to the brim."""
+OPTIMIZERS = ("none", "adamw", *OFFLOADED_STATES)
+OUT, REHEARSAL_OUT = (Path(f"benchmarks/results/plan_check{end}.json") for end in ("", "_rehearsal"))
 TOLERANCE = 0.03
 NOT_PLANNED = "predicted not to fit"
 WARM_UP_CHUNKS = {"dense": 3, "chosen": 16}
@@ -79,6 +84,8 @@ class Row:
     place: str
     context: int
     settings: dict[str, Any]
+    layers: int | None = None
+    """Of a rehearsal: the model had these only. None: all of them."""
     predicted_gpu_bytes: int = 0
     measured_gpu_bytes: int = 0
     predicted_host_bytes: int = 0
@@ -115,10 +122,15 @@ def main(
     places: Annotated[str, typer.Option(help=f"Some of {', '.join(PLACES)}.")] = "gpu,host",
     model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = "qwen2.5-7b",
     optimizer: Annotated[
-        str, typer.Option(help="none, adamw, or an offloaded one of `oomb plan`: the step is then a whole one.")
+        str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}: with one the step is a whole one.")
     ] = "none",
+    layers: Annotated[
+        int | None, typer.Option(help="A rehearsal: the first so many layers only, in the forecast too.")
+    ] = None,
     limit: Annotated[str | None, typer.Option(help="Hold the process to so much GPU memory, as in 24GiB.")] = None,
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/plan_check.json"),
+    out: Annotated[
+        Path | None, typer.Option(help=f"Where to write. Default: {OUT}, with --layers {REHEARSAL_OUT}.")
+    ] = None,
 ) -> None:
     console = Console(width=150)
     try:
@@ -126,9 +138,10 @@ def main(
         chosen, where = (parse_list(text, str.strip) for text in (cases, places))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for wanted, there in ((chosen, CASES), (where, PLACES)):
+    for wanted, there in ((chosen, CASES), (where, PLACES), ([optimizer], OPTIMIZERS)):
         if unknown := [name for name in wanted if name not in there]:
             raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(there)}")
+    path = out or (OUT if layers is None else REHEARSAL_OUT)
     machine = find_machine(None, None)
     if limit is not None:
         # As on a card of this size, whose CUDA context takes its part.
@@ -140,36 +153,40 @@ def main(
     def save(row: Row) -> None:
         if not any(row is one for one in rows):
             rows.append(row)
-        write(out, model, limit, rows)
+        write(path, model, layers, limit, rows)
 
     for lora in (False, True):
         mine = [case for case in chosen if CASES[case][0] is lora]
         if not mine:
             continue
         # One model for all cases alike, and one set of compiled layers.
-        network: nn.Module = load_model(model)
-        network = (with_lora(network) if lora else network).train()
+        try:
+            network: nn.Module = load_model(model, num_layers=layers)
+            network = (with_lora(network) if lora else network).train()
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
         compiled: dict[Any, Any] = {}
         for case in mine:
             for place in where:
                 for context in lengths:
                     with autocast_for(network):
-                        row = check(network, machine, compiled, case, place, context, optimizer, save)
+                        row = check(network, machine, compiled, case, place, context, optimizer, layers, save)
                     figures = (
                         f"{row.measured_seconds:.2f} s, waited {row.waited_seconds:.3f} s, {row.measured_gpu_bytes}"
                     )
                     console.print(f"{case}, {place}, {context:,}: {row.problem or figures}", style="dim")
         del network, compiled
         clear()
-    console.print(table(rows))
-    console.print(f"written to {out}")
+    console.print(table(rows, layers))
+    console.print(f"written to {path}")
     raise typer.Exit(0 if all(row.is_right for row in rows) else 1)
 
 
-def write(path: Path, model: str, limit: str | None, rows: list[Row]) -> None:
+def write(path: Path, model: str, layers: int | None, limit: str | None, rows: list[Row]) -> None:
     """After every row: a run that is cut off keeps what it has measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"model": model, "machine": metrics.machine(), "limit": limit, "rows": [asdict(row) for row in rows]}
+    report = {"model": model, "layers": layers, "machine": metrics.machine(), "limit": limit,
+              "rows": [asdict(row) for row in rows]}  # fmt: skip
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -181,6 +198,7 @@ def check(
     place: str,
     context: int,
     optimizer: str,
+    layers: int | None,
     save: Callable[[Row], None],
 ) -> Row:
     """Predicts a step, takes it, and puts both side by side. What came of it is saved as it comes."""
@@ -199,6 +217,7 @@ def check(
         place=place,
         context=context,
         settings=settings,
+        layers=layers,
         optimizer=optimizer,
         autocast=torch.is_autocast_enabled(),
     )
@@ -308,8 +327,8 @@ def clear() -> None:
     torch.cuda.empty_cache()
 
 
-def table(rows: list[Row]) -> Table:
-    shown = Table(title="predicted / measured")
+def table(rows: list[Row], layers: int | None) -> Table:
+    shown = Table(title="predicted / measured" + ("" if layers is None else f", a rehearsal: --layers {layers}"))
     for column in ("case", "place", "context", "GPU", "", "host", "", "time", ""):
         shown.add_column(column, justify="left" if column in ("case", "place") else "right")
     for row in rows:

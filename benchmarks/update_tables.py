@@ -31,9 +31,14 @@ def rows_of(mode: str, report: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {row["context"]: row for row in report["rows"] if row["mode"] == mode}
 
 
+def steps(name: str) -> list[dict[str, Any]]:
+    """Rows of plan_check.py, but for rehearsals, which had a part of the model's layers."""
+    return [row for row in load(name)["rows"] if row.get("layers") is None]
+
+
 def tiers() -> dict[str, dict[int, dict[str, Any]]]:
     """Measured rows of the lean setting by place and context: all on the GPU, and all on the host."""
-    rows = [row for row in load("plan_check.json")["rows"] if row["case"] == "full-lean-kept" and not row["problem"]]
+    rows = [row for row in steps("plan_check.json") if row["case"] == "full-lean-kept" and not row["problem"]]
     return {place: {row["context"]: row for row in rows if row["place"] == place} for place in ("gpu", "host")}
 
 
@@ -92,13 +97,13 @@ def table() -> str:
             f"| {context:,} | {on_gpu} | {on_host} | {row['measured_host_bytes'] / 2**30:.1f} GiB | {moved} | "
             f"{row['waited_seconds']:.2f} s |"
         )
-    on_gpu_alone = {row["context"]: row for row in load("plan_check_growth.json")["rows"]}
+    on_gpu_alone = {row["context"]: row for row in steps("plan_check_growth.json")}
     shortest, longest = min(on_gpu_alone), max(on_gpu_alone)
     measured, pages, _ = growth(on_gpu_alone, shortest)
     middle = sorted(by_place["host"])[1]
     more, _, tokens = growth(by_place["host"], middle)
     error = load("gradient_error_qwen2.5-7b_16384_512.json")["summary"]["oomb default"]["worst_ratio_to_standard"]
-    small = load("plan_check_24gib.json")["rows"][0]
+    small = steps("plan_check_24gib.json")[0]
     lines += [
         "",
         f"From {shortest:,} to {longest:,} tokens memory on the GPU grows by {measured / 2**30:.2f} GiB, where K, V, "
