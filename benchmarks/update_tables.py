@@ -169,9 +169,6 @@ def fidelity() -> str:
         return ""
     report = load(f"{name}.json")
     settings = report["settings"]
-    rows = [row for row in report["rows"] if not row["reads_all"]]
-    columns = list(dict.fromkeys((row["kind"], row["rule"]) for row in rows))
-    means = {(row["kind"], row["rule"], row["budget"]): row["mean"] for row in rows}
     gpu = report["machine"]["gpu"]
     prose = next(text["name"] for text in report["texts"] if text["kind"] == "prose").rpartition(", part")[0]
     lines = [
@@ -183,13 +180,8 @@ def fidelity() -> str:
         f"{settings['samples']} samples each of Python source and of prose ({prose}; `benchmarks/fidelity.py`, "
         f"{'one ' + gpu['name'] if gpu else 'on a CPU'}):",
         "",
-        f"| pages | {' | '.join(f'{kind}, `{rule}`' for kind, rule in columns)} |",
-        f"|---:|{'---:|' * len(columns)}",
+        *cosines(report),
     ]
-    for budget in sorted({row["budget"] for row in rows}):
-        cells = [means.get((*column, budget)) for column in columns]
-        shown = [f"{mean['cosine']:.3f} ({mean['error']:.2f})" if mean else "" for mean in cells]
-        lines.append(f"| {budget} | {' | '.join(shown)} |")
     worst = max(sample["error"] for row in report["rows"] if row["reads_all"] for sample in row["samples"])
     lines += ["", f"With a budget that covers every page the relative error is {worst:.0e} at most."]
     if (RESULTS / f"{name}.png").exists():
@@ -197,7 +189,44 @@ def fidelity() -> str:
             "",
             f"![Cosine with the dense gradient against the number of pages](../benchmarks/results/{name}.png)",
         ]
+    if exists(f"{name}_float8.json"):
+        lines += ["", *in_float8(report, load(f"{name}_float8.json"))]
     return "\n".join(lines)
+
+
+def cosines(report: dict[str, Any]) -> list[str]:
+    """Cosine and error by budget, a column for each kind of text and rule."""
+    rows = [row for row in report["rows"] if not row["reads_all"]]
+    columns = list(dict.fromkeys((row["kind"], row["rule"]) for row in rows))
+    means = {(row["kind"], row["rule"], row["budget"]): row["mean"] for row in rows}
+    lines = [
+        f"| pages | {' | '.join(f'{kind}, `{rule}`' for kind, rule in columns)} |",
+        f"|---:|{'---:|' * len(columns)}",
+    ]
+    for budget in sorted({row["budget"] for row in rows}):
+        cells = [means.get((*column, budget)) for column in columns]
+        shown = [f"{mean['cosine']:.3f} ({mean['error']:.2f})" if mean else "" for mean in cells]
+        lines.append(f"| {budget} | {' | '.join(shown)} |")
+    return lines
+
+
+def in_float8(wide: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """The same measurement where pages are chosen by means in 8 bits."""
+    for name in ("tokens", "samples", "chunk_size", "page_size", "dtype"):
+        if wide["settings"][name] != report["settings"][name]:
+            raise ValueError(
+                f"{name} is {report['settings'][name]} with summaries in float8 and {wide['settings'][name]} with "
+                "those in float32: measure both alike with benchmarks/fidelity.py"
+            )
+    ids = [{text["sha256_of_ids"] for text in one["texts"]} for one in (wide, report)]
+    # Source and prose come with Python, and change with it.
+    texts = "on the same texts" if ids[0] == ids[1] else f"on the texts of Python {report['machine']['python']}"
+    return [
+        "The table above has the means that pages are chosen by in float32. In 8 bits, as where a model computes in "
+        f"16, {texts} (`benchmarks/fidelity.py --summaries float8`):",
+        "",
+        *cosines(report),
+    ]
 
 
 SPARSE = "sparse_qwen2.5-7b_{}.json"

@@ -20,6 +20,7 @@ import typer
 import update_tables
 
 import oomb
+from oomb.attention import select
 
 SHAPE = {"chunk_size": 16, "page_size": 4}
 
@@ -132,8 +133,8 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
 ) -> None:
     gradient = fidelity.gradient
 
-    def off(network: Any, ids: torch.Tensor, config: oomb.Config) -> Any:
-        loss, grads = gradient(network, ids, config)
+    def off(network: Any, ids: torch.Tensor, config: oomb.Config, *summaries: torch.dtype) -> Any:
+        loss, grads = gradient(network, ids, config, *summaries)
         return loss, {name: g * 1.001 if config.page_budget == 8 else g for name, g in grads.items()}
 
     monkeypatch.setattr(fidelity, "gradient", off)
@@ -146,6 +147,7 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
     ("options", "said"),
     [
         (["--rules", "best"], "page_rule is 'best'"),
+        (["--summaries", "float4"], "--summaries is 'float4'; it must be float32 or float8"),
         (["--page-size", "5"], "take chunk_size=20"),
         (["--chunk-size", "48"], "without a past"),
         (["--samples", "9"], "there are 1 to 3"),
@@ -195,3 +197,60 @@ def test_the_documents_say_nothing_before_it_is_measured(
     cosines = [f"{r['mean']['cosine']:.3f}" for r in record["rows"] if r["budget"] == 2 and r["kind"] == "prose"]
     [line] = [line for line in section.splitlines() if line.startswith("| 2 |")]
     assert len(cosines) == 2 and all(cosine in line for cosine in cosines)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, file",
+    [
+        ("float32", torch.float32, "fidelity_smollm2.json"),
+        ("float8", torch.float8_e4m3fn, "fidelity_smollm2_float8.json"),
+    ],
+)
+def test_summaries_are_stored_as_asked_for(
+    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, file: str
+) -> None:
+    dtypes, summarise = [], select.summarise
+
+    def note(k: torch.Tensor, page_size: int, num_means: int, out: torch.Tensor) -> None:
+        dtypes.append(out.dtype)
+        summarise(k, page_size, num_means, out)
+
+    monkeypatch.setattr(select, "summarise", note)
+    monkeypatch.chdir(tmp_path)
+    shape = arguments(Path("unused"))
+    del shape[shape.index("--out") :]
+    done = CliRunner().invoke(command, [*shape, "--summaries", name])
+    assert done.exit_code == 0, done.output
+    assert set(dtypes) == {dtype}
+    [written] = (tmp_path / "benchmarks" / "results").glob("*.json")
+    assert written.name == file and json.loads(written.read_text())["settings"]["summaries"] == name
+
+
+def test_the_engine_decides_how_summaries_are_stored_unless_told(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "store_summaries", lambda *_: pytest.fail("nobody asked"))
+    fidelity.gradient(network, texts(32, 1)[0].ids, oomb.Config(**SHAPE, page_budget=2))
+
+
+def test_both_kinds_of_summaries_stand_side_by_side(
+    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
+    out = tmp_path / "fidelity_smollm2.json"
+    assert CliRunner().invoke(command, arguments(out)).exit_code == 0
+    alone = update_tables.fidelity()
+    assert "--summaries float8" not in alone
+    record = json.loads(out.read_text())
+    for row in record["rows"]:
+        row["mean"]["cosine"] = 0.123
+    other = tmp_path / "fidelity_smollm2_float8.json"
+    other.write_text(json.dumps(record))
+    both = update_tables.fidelity()
+    assert both.startswith(alone) and "on the same texts (`benchmarks/fidelity.py --summaries float8`)" in both
+    assert "0.123" not in alone and both.count("| 0.123 (") == 4, "two kinds of text by two rules"
+    record["texts"][0]["sha256_of_ids"], record["machine"]["python"] = "another", "3.99"
+    other.write_text(json.dumps(record))
+    assert "on the texts of Python 3.99 (" in update_tables.fidelity()
+    record["settings"]["tokens"] = 64
+    other.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="tokens is 64 with summaries in float8 and 48 with those in float32"):
+        update_tables.fidelity()
