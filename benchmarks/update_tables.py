@@ -351,7 +351,9 @@ def eight_bits() -> str:
         report = load(name) if exists(name) else {"rows": []}
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for row in report["rows"]:
-            found.setdefault((row["text"], row["attention"]), {})[row["variant"]] = row
+            std = row.get("std")
+            text = row["text"] if std is None else f"{row['text']}, weights of std {std:g}"
+            found.setdefault((text, row["attention"]), {})[row["variant"]] = row
         for (text, attention), row in found.items():
             keys, all_of_it = row["K and V in int8"], row["all in int8"]
             rows.append(
