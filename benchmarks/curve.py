@@ -1,10 +1,11 @@
-"""Time and memory of a step over the context, from files that plan_check.py wrote: a table and a picture.
+"""Time and memory of a step over the context, from files that plan_check.py wrote: a table, a picture, and a JSON of
+what they show beside it.
 
     python benchmarks/plan_check.py --cases lora-8bit --places host-brim --optimizer adamw \\
         --contexts 64K,128K,256K,512K,1M,2M --out benchmarks/results/curve_host.json       # about 12 minutes, H200
     python benchmarks/plan_check.py --cases lora-8bit --places brim --optimizer adamw \\
         --contexts 4M --out benchmarks/results/curve_brim.json                             # about 15 minutes
-    python benchmarks/curve.py
+    python benchmarks/curve.py                  # or: curve.py FILE FILE ... --out PICTURE
 
 Exit code 1 if GPU memory grows by more than was asked for where all pages lie on the host.
 """
@@ -25,17 +26,44 @@ RESULTS = Path("benchmarks/results")
 FILES = [RESULTS / "curve_host.json", RESULTS / "curve_brim.json"]
 ASKED = 5.0
 """MB of GPU memory per 10,000 tokens, at the most."""
-OFFLOADED, COLORS = "host-brim", {"host-brim": "tab:blue", "brim": "tab:orange"}
-LABELS = {"host-brim": "all pages on the host", "brim": "both tiers to the brim"}
+OFFLOADED = ("host", "host-brim")
+"""Places where no page is on the GPU."""
+STYLES = {
+    "host-brim": ("all pages on the host", "tab:blue", "o"),
+    "host": ("all pages on the host, as many as the plan allows", "tab:green", "^"),
+    "brim": ("both tiers to the brim", "tab:orange", "s"),
+    "gpu": ("all pages on the GPU", "tab:red", "D"),
+}
+"""By place: what it is called, its colour and its marker."""
+KIND = ("model", "case", "optimizer", "layers")
+"""What all points of a curve have in common. `layers`: of a rehearsal."""
+
+
+def style(place: str) -> tuple[str, str | None, str]:
+    return STYLES.get(place, (place, None, "x"))
 
 
 def read(paths: list[Path]) -> list[dict[str, Any]]:
-    """Rows of all files, those that were measured, by place and context."""
-    rows = [row for path in paths for row in json.loads(path.read_text())["rows"] if row["problem"] is None]
-    kinds = {(row["case"], row["optimizer"]) for row in rows}
+    """Rows of all files, those that were measured, by place and context; each says which model and file it is of."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for path in paths:
+        report = json.loads(path.read_text())
+        for found in report["rows"]:
+            if found["problem"] is not None:
+                continue
+            row = {"layers": None, **found, "model": report.get("model"), "file": path.name}
+            other = rows.setdefault((row["place"], row["context"]), row)
+            if other is not row:
+                raise ValueError(
+                    f"{row['place']} at {row['context']:,} tokens is in {other['file']} and in {row['file']}; name the "
+                    "files whose points are meant"
+                )
+    if not rows:
+        raise ValueError(f"no step was measured in {', '.join(map(str, paths))}; no curve")
+    kinds = {tuple(row[name] for name in KIND) for row in rows.values()}
     if len(kinds) > 1:
-        raise ValueError(f"these files are of different steps, no curve: {sorted(kinds)}")
-    return sorted(rows, key=lambda row: (row["place"] != OFFLOADED, row["place"], row["context"]))
+        raise ValueError(f"these files are of different steps ({', '.join(KIND)}), no curve: {sorted(kinds, key=str)}")
+    return sorted(rows.values(), key=lambda row: (row["place"] not in OFFLOADED, row["place"], row["context"]))
 
 
 def seconds(row: dict[str, Any]) -> float:
@@ -45,7 +73,7 @@ def seconds(row: dict[str, Any]) -> float:
 
 def growth(rows: list[dict[str, Any]]) -> float | None:
     """MB of GPU memory per 10,000 tokens, shortest against longest context, all pages on the host."""
-    peaks = {row["context"]: row["measured_gpu_bytes"] for row in rows if row["place"] == OFFLOADED}
+    peaks = {row["context"]: row["measured_gpu_bytes"] for row in rows if row["place"] in OFFLOADED}
     if len(peaks) < 2:
         return None
     short, long = min(peaks), max(peaks)
@@ -53,13 +81,14 @@ def growth(rows: list[dict[str, Any]]) -> float | None:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="a step over the context")
+    layers = rows[0]["layers"]
+    shown = Table(title="a step over the context" + ("" if layers is None else f", a rehearsal with {layers} layers"))
     for name in ("context", "pages", "time", "ms per 1,000 tokens", "of it optimizer", "GPU", "host"):
         shown.add_column(name, justify="left" if name == "pages" else "right")
     for row in rows:
         shown.add_row(
             f"{row['context']:,}",
-            LABELS.get(row["place"], row["place"]),
+            style(row["place"])[0],
             f"{seconds(row):.1f} s",
             f"{seconds(row) / row['context'] * 1e6:.1f}",
             "" if row["optimizer_seconds"] is None else f"{row['optimizer_seconds']:.2f} s",
@@ -85,9 +114,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             [row["measured_gpu_bytes"] / 2**30 for row in mine],
             [row["measured_host_bytes"] / 2**30 for row in mine],
         )
+        label, color, marker = style(place)
         for axes, values in zip(panels, lines, strict=True):
-            label = LABELS.get(place, place)
-            axes.plot(contexts, values, marker="o", color=COLORS.get(place), label=label)
+            axes.plot(contexts, values, marker=marker, color=color, label=label)
     for axes, name in zip(panels, ("ms per 1,000 tokens", "GPU memory, GiB", "host memory, GiB"), strict=True):
         axes.set_ylabel(name)
         axes.set_ylim(bottom=0)
@@ -101,13 +130,44 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
+    """What is drawn, in numbers."""
+    grown = growth(rows)
+    return {
+        **{name: rows[0][name] for name in KIND},
+        "growth": {
+            "mb_per_10_000_tokens": grown,
+            "asked": ASKED,
+            "is_met": None if grown is None else grown <= ASKED,
+            "contexts": sorted({row["context"] for row in rows if row["place"] in OFFLOADED}),
+        },
+        "points": [
+            {
+                "context": row["context"],
+                "place": row["place"],
+                "seconds": seconds(row),
+                "optimizer_seconds": row["optimizer_seconds"],
+                "ms_per_1_000_tokens": seconds(row) / row["context"] * 1e6,
+                "gpu_bytes": row["measured_gpu_bytes"],
+                "host_bytes": row["measured_host_bytes"],
+                "file": row["file"],
+            }
+            for row in rows
+        ],
+        "machines": {path.name: json.loads(path.read_text()).get("machine") for path in paths},
+    }
+
+
 def main(
     files: Annotated[list[Path] | None, typer.Argument(help="What plan_check.py wrote.")] = None,
-    out: Annotated[Path, typer.Option(help="The picture.")] = RESULTS / "curve.png",
+    out: Annotated[Path, typer.Option(help="The picture; its numbers go beside it, in .json.")] = RESULTS / "curve.png",
 ) -> None:
     console = Console(width=120)
+    paths, numbers = files or FILES, out.with_suffix(".json")
     try:
-        rows = read(files or FILES)
+        if numbers.resolve() in [path.resolve() for path in paths]:
+            raise ValueError(f"{numbers} is one of the files that are read; name another picture with --out")
+        rows = read(paths)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     console.print(table(rows))
@@ -118,7 +178,8 @@ def main(
             f"GPU memory per 10,000 tokens, all pages on the host: {grown:.2f} MB, asked for {ASKED}: {verdict}"
         )
     plot(rows, out)
-    console.print(f"drawn in {out}")
+    numbers.write_text(json.dumps(record(rows, paths), indent=1) + "\n")
+    console.print(f"drawn in {out}, in numbers in {numbers}")
     raise typer.Exit(0 if grown is None or grown <= ASKED else 1)
 
 

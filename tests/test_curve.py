@@ -26,14 +26,14 @@ def row(context: int, gpu_bytes: int, place: str = "host-brim", **fields: Any) -
     }  # fmt: skip
 
 
-def call(folder: Path, *reports: list[dict[str, Any]]) -> Any:
+def call(folder: Path, *reports: list[dict[str, Any]], out: str = "curve.png") -> Any:
     paths = []
     for index, rows in enumerate(reports):
         paths.append(folder / f"{index}.json")
-        paths[-1].write_text(json.dumps({"rows": rows}))
+        paths[-1].write_text(json.dumps({"model": "any", "machine": {"number": index}, "rows": rows}))
     app = typer.Typer()
     app.command()(curve.main)
-    return CliRunner().invoke(app, [*map(str, paths), "--out", str(folder / "curve.png")])
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [*map(str, paths), "--out", str(folder / out)])
 
 
 @pytest.mark.parametrize(("more", "exit_code"), [(4_000_000, 0), (6_000_000, 1)])
@@ -46,9 +46,67 @@ def test_growth_is_held_to_what_was_asked_for(tmp_path: Path, more: int, exit_co
     assert "4,194,304" in result.output and "8,388,608" not in result.output
     assert "513.0 s" in result.output, "512 s and 1 s of optimizer"
     assert (tmp_path / "curve.png").stat().st_size > 10_000
+    numbers = json.loads((tmp_path / "curve.json").read_text())
+    contexts = [64 * KIB, 64 * KIB + 100_000]
+    assert numbers["growth"] == {
+        "mb_per_10_000_tokens": pytest.approx(more / 1e6), "asked": 5.0, "is_met": not exit_code, "contexts": contexts,
+    }  # fmt: skip
+    points = [(point["context"], point["place"], point["file"]) for point in numbers["points"]]
+    assert points == [*((context, "host-brim", "0.json") for context in contexts), (2**22, "brim", "1.json")]
+    longest = numbers["points"][-1]
+    assert longest["seconds"] == 513 and longest["ms_per_1_000_tokens"] == pytest.approx(513e6 / 2**22)
+    assert longest["gpu_bytes"] == 2**36 and longest["host_bytes"] == 100 * 2**22
+    assert numbers["machines"] == {"0.json": {"number": 0}, "1.json": {"number": 1}} and numbers["model"] == "any"
+
+
+def test_points_are_marked_by_where_pages_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+
+    def note(self: Axes, x: list[int], y: list[float], **kwargs: Any) -> Any:
+        drawn.append((x, kwargs["marker"], kwargs["color"]))
+        return plot(self, x, y, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", note)
+    assert call(tmp_path, [row(2**16, 1), row(2**17, 1)], [row(2**18, 2, "brim"), row(2**18, 2, "moon")]).exit_code == 0
+    assert len(drawn) == 3 * 3, "three panels, three places"
+    assert {tuple(x) for x, _, _ in drawn} == {(2**16, 2**17), (2**18,)}
+    assert len({marker for _, marker, _ in drawn}) == len({color for _, _, color in drawn}) == 3
 
 
 def test_one_row_has_no_growth_and_unlike_files_no_curve(tmp_path: Path) -> None:
     assert curve.growth([row(2**20, 1)]) is None
     assert call(tmp_path, [row(2**20, 1)]).exit_code == 0
     assert call(tmp_path, [row(2**20, 1)], [row(2**21, 1, case="full-8bit")]).exit_code == 2
+
+
+def test_pages_on_the_host_count_however_many_it_might_hold() -> None:
+    assert curve.growth([row(100_000, 0, "host"), row(200_000, 10_000_000, "host")]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        (([row(2**20, 1)], [row(2**20, 2)]), "host-brim at 1,048,576 tokens is in 0.json and in 1.json"),
+        (([row(2**20, 1)], [row(2**21, 1, layers=2)]), "different steps"),
+        (([row(2**20, 1, problem="stopped while taking the step")],), "no step was measured"),
+    ],
+    ids=["twice", "a rehearsal among whole steps", "nothing"],
+)
+def test_what_makes_no_curve_is_refused(tmp_path: Path, reports: tuple[list[dict[str, Any]], ...], said: str) -> None:
+    result = call(tmp_path, *reports)
+    assert result.exit_code == 2 and said in result.output
+    assert not (tmp_path / "curve.json").exists()
+
+
+def test_a_rehearsal_is_called_one(tmp_path: Path) -> None:
+    result = call(tmp_path, [row(2**20, 1, layers=2)])
+    assert result.exit_code == 0 and "a rehearsal with 2 layers" in result.output
+    assert json.loads((tmp_path / "curve.json").read_text())["layers"] == 2
+
+
+def test_a_picture_does_not_overwrite_what_it_is_drawn_from(tmp_path: Path) -> None:
+    result = call(tmp_path, [row(2**20, 1)], out="0.png")
+    assert result.exit_code == 2 and "name another picture" in result.output
+    assert "rows" in json.loads((tmp_path / "0.json").read_text())
