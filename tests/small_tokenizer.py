@@ -38,7 +38,7 @@ MARKED = """\
 
 
 @functools.cache
-def _trained() -> str:
+def _trained(text: str | None) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -52,16 +52,16 @@ def _trained() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([Path(__file__).read_text()] * 2, trainer)
+    bpe.train_from_iterator([text or Path(__file__).read_text()] * 2, trainer)
     return bpe.to_str()
 
 
-def small_tokenizer(template: str | None = CHAT, *, first: str | None = None) -> Any:
-    """`first` is put before every text."""
+def small_tokenizer(template: str | None = CHAT, *, first: str | None = None, text: str | None = None) -> Any:
+    """`first` is put before every text. `text` is what its merges are learnt from: others give other ids."""
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    bpe = Tokenizer.from_str(_trained())
+    bpe = Tokenizer.from_str(_trained(text))
     if first is not None:
         bpe.post_processor = processors.TemplateProcessing(
             single=f"{first} $A", special_tokens=[(first, bpe.token_to_id(first))]

@@ -5,7 +5,7 @@ stdlib | file | folder | JSON lines | table  ->  records  ->  tokens  ->  window
 
 from __future__ import annotations
 
-from oomb.data.encode import NUM_BYTE_IDS, PAD_ID, SEPARATOR_ID
+from oomb.data.encode import NUM_BYTE_IDS, PAD_ID, SEPARATOR_ID, difference_in_ids, give_the_same_ids
 from oomb.data.finding import STDLIB, find_documents
 from oomb.data.opening import PACKINGS, SHORTEST_ADVISED, load, open_dataset
 from oomb.data.sources import JOINS, SEED
@@ -23,7 +23,9 @@ __all__ = [
     "Split",
     "Tokens",
     "Windows",
+    "difference_in_ids",
     "find_documents",
+    "give_the_same_ids",
     "load",
     "open_dataset",
 ]
