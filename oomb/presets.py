@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomb import weights
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -245,8 +247,52 @@ def load_model(
     if is_preset(name_or_path):
         with torch.device(place):
             return AutoModelForCausalLM.from_config(config, dtype=precision, **options)
-    model = _from_hugging_face(AutoModelForCausalLM, name_or_path, config=config, dtype=precision, **options)
-    return model.to(place)
+    return load_weights(name_or_path, config=config, dtype=precision, **options).to(place)
+
+
+def load_weights(name_or_path: str, *, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A causal LM from a folder or a hub id, all of whose parameters come from there. `options` are those of
+    `from_pretrained`. Raises ValueError where files are missing or damaged, or do not hold what the config describes:
+    what is missing transformers would make at random, with a warning."""
+    from transformers import AutoModelForCausalLM
+
+    is_made_small = getattr(config, "quantization_config", None) is None and options.get("quantization_config")
+    try:
+        model, found = _from_hugging_face(
+            AutoModelForCausalLM,
+            name_or_path,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except Exception as error:
+        # Of any type: of safetensors, of torch, of pickle. The files are a better witness than its words.
+        broken = weights.what_is_broken(weights.folder_of(name_or_path))
+        if broken is None:
+            raise
+        raise ValueError(broken) from error
+    wrong = {key: (list(there), list(here)) for key, there, here in found["mismatched_keys"]}
+    # Weights that are quantised as they are loaded transformers takes in any shape.
+    wrong |= weights.other_shapes(name_or_path, config) if is_made_small else {}
+    if wrong:
+        key, (there, here) = min(wrong.items())
+        holder = weights.shapes_in(name_or_path).get(key, (name_or_path, None))[0]
+        more = f" ({len(wrong) - 1} more are of other shapes too)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"{holder} has {key} of the shape {there}, and config.json asks for {here}{more}: they are of different "
+            "models; download or copy both again"
+        )
+    # Tied parameters are there once, under the first of their names.
+    expected = {key for key, _ in model.named_parameters()}
+    missing = sorted(expected & set(found["missing_keys"]))
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ValueError(
+            f"the weights of {name_or_path} lack {len(missing)} of the {len(expected)} parameters that its config.json "
+            f"describes, and these would start at random: {names}; download or copy both again"
+        )
+    return model
 
 
 def with_lora(network: nn.Module) -> Any:

@@ -289,7 +289,7 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
 def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch.device) -> Any:
     if presets.is_preset(settings.model_name_or_path):
         raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
-    return AutoModelForCausalLM.from_pretrained(
+    return presets.load_weights(
         settings.model_name_or_path,
         config=model_config,
         dtype=torch.bfloat16,

@@ -1,0 +1,119 @@
+"""The files that hold a saved model's weights: which are missing or damaged, and the shapes of what is in them.
+
+Told by their sizes and headers, as nothing else says which file it is.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MOST_HEADER_BYTES = 100_000_000
+"""safetensors reads none that is longer."""
+
+
+def folder_of(name_or_path: str) -> Path | None:
+    """The folder of a model's files; of a hub id, its copy in the cache."""
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name_or_path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers would read, there or not. Raises ValueError where the index of them is damaged."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            try:
+                shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ValueError(f"{index} is damaged: it does not say where weights are") from error
+            return [folder / shard for shard in shards]
+    return []
+
+
+def what_is_broken(folder: Path | None) -> str | None:
+    """What is wrong with the first file of weights that is not whole, and the remedy. None: nothing is seen."""
+    if folder is None:
+        return None
+    try:
+        files = _weight_files(folder)
+    except ValueError as error:
+        return f"{error}; download or copy it again"
+    for path in files:
+        if not path.exists():
+            return (
+                f"{path} is missing, of {len(files)} files of weights that the index names; download or copy it again"
+            )
+        fault = _fault_of(path)
+        if fault is not None:
+            # In the hub's cache a name is a link to what has been downloaded, whole or not.
+            first = f"remove {path.resolve()}, then " if path.is_symlink() else ""
+            return f"{path} {fault}; {first}download or copy it again"
+    return None
+
+
+def _fault_of(path: Path) -> str | None:
+    """Seen in a file's size and its first bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(9)
+        if first.startswith(b"version "):
+            return "is a pointer of Git LFS and not the weights, which `git lfs pull` brings"
+        if path.suffix == ".bin":
+            # Those of before torch 1.6 are no archives.
+            is_cut = size == 0 or (first.startswith(b"PK") and not zipfile.is_zipfile(path))
+            return f"is cut short, at {size:,} bytes" if is_cut else None
+        expected = 8 + int.from_bytes(first[:8], "little")
+        if size < 9:
+            return f"is cut short, at {size:,} bytes"
+        if expected > MOST_HEADER_BYTES or first[8:] != b"{":
+            return "is damaged: it does not begin as a safetensors file does"
+        if size >= expected:
+            file.seek(8)
+            try:
+                header = json.loads(file.read(expected - 8))
+                header.pop("__metadata__", None)
+                expected += max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            except (ValueError, KeyError, AttributeError, TypeError, IndexError):
+                return "is damaged: its header cannot be read"
+    if size == expected:
+        return None
+    what = "is cut short" if size < expected else "is damaged"
+    return f"{what}: it has {size:,} bytes and its header says {expected:,}"
+
+
+def shapes_in(name_or_path: str) -> dict[str, tuple[str, list[int]]]:
+    """File and shape of each tensor of a model that can be loaded, by the names in the files; of safetensors alone."""
+    from safetensors import safe_open
+
+    folder = folder_of(name_or_path)
+    shapes: dict[str, tuple[str, list[int]]] = {}
+    for path in _weight_files(folder) if folder is not None else []:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                shapes |= {key: (str(path), file.get_slice(key).get_shape()) for key in list(file.keys())}
+    return shapes
+
+
+def other_shapes(name_or_path: str, config: PretrainedConfig) -> dict[str, tuple[list[int], list[int]]]:
+    """(shape in the file, shape by the config), where these differ and a parameter has the same name in both."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    there = shapes_in(name_or_path)
+    pairs = {key: (there[key][1], list(p.shape)) for key, p in skeleton.named_parameters() if key in there}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
