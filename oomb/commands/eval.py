@@ -8,7 +8,14 @@ import typer
 from rich.console import Console
 
 from oomb import presets
-from oomb.commands.shared import PRESET_NAMES, engine_settings, one_clear_message, quiet, train_options
+from oomb.commands.shared import (
+    PRESET_NAMES,
+    CommandOfSettings,
+    engine_settings,
+    one_clear_message,
+    quiet,
+    train_options,
+)
 from oomb.options import DATA, OUTPUT, Device, Dtype, parse_list, parse_tokens, with_engine_options, with_options
 from oomb.train.settings import check_value
 
@@ -139,3 +146,6 @@ def eval_(
             engine=settings,
         )
         evaluate.run(chosen, Console())
+
+
+eval_.command_class = CommandOfSettings  # type: ignore[attr-defined]

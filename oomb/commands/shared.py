@@ -13,10 +13,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from oomb import presets
 from oomb.config import Config
 from oomb.options import parse_tokens
+from oomb.train.names import ALIASES, refuse_two_values
 from oomb.train.settings import TYPES, own_fields
 
 EXIT_NOT_TRUSTED = 1
@@ -24,7 +26,6 @@ EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 PRESET_NAMES = ", ".join(presets.PRESETS)
-ALIASES = {"model_name_or_path": ["--model"]}
 
 
 @contextmanager
@@ -81,6 +82,15 @@ def quiet() -> None:
     getLogger("huggingface_hub").setLevel(ERROR)
 
 
+class CommandOfSettings(TyperCommand):
+    """Takes other names of settings, but not two values of one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with one_clear_message():
+            refuse_two_values(args)
+        return super().parse_args(ctx, args)
+
+
 def train_options(*names: str) -> dict[str, tuple[Any, Any]]:
     """Settings of `oomb train` as options of a command: by name, the annotation that typer reads and the default."""
     options: dict[str, tuple[Any, Any]] = {}
@@ -94,7 +104,7 @@ def train_options(*names: str) -> dict[str, tuple[Any, Any]]:
         is_text = described.metadata["kind"] == "tokens"
         option = typer.Option(
             f"--{name}/--no_{name}" if kind is bool else f"--{name}",
-            *ALIASES.get(name, []),
+            *(f"--{alias}" for alias in ALIASES.get(name, ())),
             help=meaning,
             rich_help_panel=described.metadata["panel"],
             show_default=kind is not bool,

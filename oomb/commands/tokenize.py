@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from oomb import presets
-from oomb.commands.shared import one_clear_message, quiet
+from oomb.commands.shared import CommandOfSettings, one_clear_message, quiet
 from oomb.config import parse_bytes
 from oomb.options import DATA, MACHINE, OUTPUT
 
@@ -30,6 +30,7 @@ def tokenize(
         str,
         typer.Option(
             "--dataset",
+            "--dataset_name",
             help="A text file, a folder of files, JSON lines (.jsonl, .jsonl.gz), Parquet, a folder that datasets "
             "saved, or stdlib: Python's own library source.",
             rich_help_panel=DATA,
@@ -126,6 +127,9 @@ def tokenize(
         how = "" if tokenizer_name is None else f" --model_name_or_path {shlex.quote(tokenizer_name)}"
         command = f"train{how} --dataset {shlex.quote(str(result.folder))}"
         console.print(f"Next:\n  oomb {escape(command)}", highlight=False, soft_wrap=True)
+
+
+tokenize.command_class = CommandOfSettings  # type: ignore[attr-defined]
 
 
 def _num_cores() -> int:

@@ -8,13 +8,20 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from oomb import presets
-from oomb.commands.shared import engine_settings, one_clear_message, quiet, train_options, warnings_as_lines
+from oomb.commands.shared import (
+    CommandOfSettings,
+    engine_settings,
+    one_clear_message,
+    quiet,
+    train_options,
+    warnings_as_lines,
+)
 from oomb.options import ENGINE_OPTIONS
 from oomb.train import config_file
 from oomb.train.config_file import FileSettings
+from oomb.train.names import refuse_foreign
 from oomb.train.settings import LATEST, TYPES, SettingError, Settings, from_flag
 
 Config = Annotated[
@@ -34,16 +41,21 @@ Run = Annotated[
 ]
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(CommandOfSettings):
     """Takes flags as Hugging Face's scripts do: `--use_peft`, `--use_peft true`, and the latest checkpoint unnamed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with one_clear_message():
+            refuse_foreign(args)
         return super().parse_args(ctx, normalised(args))
 
 
 def normalised(args: list[str]) -> list[str]:
-    """`--flag true` as `--flag`, `--flag false` as `--no_flag`, `--resume_from_checkpoint` with its value."""
+    """`--flag true` as `--flag`, `--flag false` as `--no_flag`, `--resume_from_checkpoint` and `--packing` with their
+    values."""
     switches = {f"--{name}" for name, (kind, _) in TYPES.items() if kind is bool}
+    # --packing is a switch in TRL. It will be refused, with the word for it.
+    alone = {"--resume_from_checkpoint": LATEST, "--packing": "true"}
     plain: list[str] = []
     index = 0
     while index < len(args):
@@ -57,11 +69,11 @@ def normalised(args: list[str]) -> list[str]:
             # What is neither true nor false is left for the parser to refuse.
             known = {"": name, "true": name, "false": f"--no_{name[2:]}"}
             plain.append(known.get(value.lower(), arg))
-        elif arg == "--resume_from_checkpoint" and (
+        elif arg in alone and (
             following is None or following.startswith("--") or following.endswith((".yaml", ".yml"))
         ):
             # A settings file after it is the run's: a checkpoint is a folder.
-            plain += [arg, LATEST]
+            plain += [arg, alone[arg]]
         else:
             plain.append(arg)
     return plain

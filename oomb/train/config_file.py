@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from oomb.train.names import setting_of
 from oomb.train.settings import KNOWN, SettingError, Settings, as_setting, by_panel
 
 
@@ -47,21 +48,28 @@ def read(path: Path) -> FileSettings:
         raise ValueError(f"{path}, line {root.start_mark.line + 1}: settings are lines of the form `max_length: 32K`")
     values: dict[str, Any] = {}
     lines: dict[str, int] = {}
+    names: dict[str, str] = {}
     constructor = yaml.SafeLoader("")
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
-        key = str(key_node.value)
-        if key not in KNOWN:
-            raise ValueError(f"{path}, line {line}: unknown setting {key!r}{_nearest(key, KNOWN)}")
-        if key in lines:
-            raise ValueError(f"{path}, line {line}: {key} stands there twice, first in line {lines[key]}")
-        lines[key] = line
+        written = str(key_node.value)
         try:
-            values[key] = as_setting(key, constructor.construct_object(value_node, deep=True))
+            key = setting_of(written)
+            if key not in KNOWN:
+                raise ValueError(f"{path}, line {line}: unknown setting {key!r}{_nearest(key, KNOWN)}")
+            value = as_setting(key, constructor.construct_object(value_node, deep=True))
         except SettingError as error:
-            raise ValueError(f"{path}, line {line}: {key} {error.problem}") from None
+            raise ValueError(f"{path}, line {line}: {written} {error.problem}") from None
         except yaml.YAMLError as error:
-            raise ValueError(f"{path}, line {line}: {key} cannot be read: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{path}, line {line}: {written} cannot be read: {str(error).splitlines()[0]}") from None
+        if names.get(key) == written:
+            raise ValueError(f"{path}, line {line}: {written} stands there twice, first in line {lines[key]}")
+        if key in values and values[key] != value:
+            first = f"{names[key]} in line {lines[key]}"
+            raise ValueError(
+                f"{path}, line {line}: {written} and {first} say the same thing differently: give one of them"
+            )
+        names[key], lines[key], values[key] = written, line, value
     return FileSettings(path, values, lines)
 
 

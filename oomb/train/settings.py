@@ -21,6 +21,7 @@ AUTO = "auto"
 OPTIMIZERS = ("adamw_torch", "offloaded_adamw")
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
 """What metrics can be reported to, and the packages that can do it."""
+PACKING_IN_TRL = {"true": "windows", "false": "documents"}
 SCHEDULES = (
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt",
 )  # fmt: skip
@@ -349,6 +350,8 @@ def as_setting(key: str, value: Any) -> Any:
     if key in ENGINE_TYPES and kind is str and isinstance(value, bool):
         # YAML reads off as false.
         return "off" if value is False and "off" in CHOICES.get(key, ()) else str(value).lower()
+    if key == "packing" and isinstance(value, bool):
+        return str(value).lower()
     if special == "tokens":
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise SettingError(key, f"is {value!r}; it must be a number of tokens, 16384 or 16K")
@@ -402,6 +405,9 @@ def _check(described: Field[Any], value: Any) -> None:
         return
     key, limits = described.name, described.metadata
     least, below, choices = limits["least"], limits["below"], limits["choices"]
+    if key == "packing" and str(value).lower() in PACKING_IN_TRL:
+        word = str(value).lower()
+        raise SettingError(key, f"takes a word here: {PACKING_IN_TRL[word]} is what {word} is in TRL, or use auto")
     if choices is not None and value not in choices:
         raise SettingError(key, f"{value!r} is unknown; use one of {', '.join(choices)}")
     # Written so that NaN, which compares as false, is refused.
