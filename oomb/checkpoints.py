@@ -263,8 +263,13 @@ def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: E
         free = f"{folder.parent} cannot be asked for its free space ({second})"
     needed = f"it takes about {_size(needed_bytes)}, " if needed_bytes else ""
     needed += f"{_size(keep_free_bytes)} are to stay free for what is saved at the end, " if keep_free_bytes else ""
-    there = find(folder.parent)
-    before = f"the other checkpoints are as they were, the newest is {there[-1].name}" if there else "there is no other"
+    try:
+        there = find(folder.parent)
+        before = (
+            f"the other checkpoints are as they were, the newest is {there[-1].name}" if there else "there is no other"
+        )
+    except OSError as second:
+        before = f"what else is there cannot be listed ({second.strerror or second})"
     return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {before}"
 
 
@@ -325,18 +330,22 @@ def _is_at_work(pid: int, path: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file's bytes are on the disk. Without it a name can outlive a power cut and the bytes not."""
+    """Waits until a file's bytes are on the disk, where the file system knows of it. Without it a name can outlive a
+    power cut and the bytes not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """The same of the names in a folder, where the file system knows of it."""
+    """The same of the names in a folder."""
     try:
         _sync(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EACCES, errno.ENOTSUP, errno.EPERM):
+        if error.errno not in (errno.EACCES, errno.EPERM):
             raise

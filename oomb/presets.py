@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomb import weights
+from oomb import data, weights
 
 if TYPE_CHECKING:
     import torch
@@ -330,8 +330,26 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         check_model_name(name_or_path)
     try:
         return _from_hugging_face(AutoTokenizer, name_or_path)
-    except (TypeError, KeyError) as error:
+    except Exception as error:
+        # A file of a later version is a bare Exception to tokenizers.
+        if type(error) not in (TypeError, KeyError, Exception):
+            raise
         raise ValueError(f"{name_or_path} holds no tokenizer that transformers can load ({error})") from error
+
+
+def another_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, model: str) -> str | None:
+    """What is wrong with a tokenizer for a model that has one of its own: ids of another mean other words to it, though
+    all may be in its vocabulary. None where nothing is."""
+    if name == model or is_preset(model):
+        return None
+    try:
+        own = load_tokenizer(model)
+    except ValueError:
+        return None  # It has none that can be read: that is what naming one is for.
+    difference = data.difference_in_ids(own, tokenizer, (model, name))
+    if difference is None:
+        return None
+    return f"{name} is another tokenizer than that of {model}, which would read its ids as other words: {difference}"
 
 
 def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:

@@ -10,7 +10,7 @@ import json
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,10 @@ class AtomicCheckpoints(transformers.Trainer):
         """`keep_free_bytes` but for what older checkpoints give back when they go, right after this one."""
         if not self.keep_free_bytes:
             return 0
-        going = set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
-        going |= set(self.leaving())
+        going: set[Path] = set()
+        with suppress(OSError):  # a disk that does not say what is there gives nothing back
+            going |= set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
+            going |= set(self.leaving())
         return max(0, self.keep_free_bytes - sum(map(checkpoints.size_of, going)))
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -14,6 +14,8 @@ from torch import Tensor
 HAS_TRITON = find_spec("triton") is not None
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits of a float32 fraction that these have no room for."""
+PIECE = 2**22
+"""Numbers that are added at once where no kernel does it."""
 
 
 def accumulate_(total: Tensor, share: Tensor, seed: int) -> None:
@@ -31,7 +33,12 @@ def add_(total: Tensor, share: Tensor, seed: int) -> None:
     if HAS_TRITON and total.is_cuda and is_flat and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
         launch_add(total, share, seed)
     elif total.dtype in DROPPED_BITS:
-        accumulate_reference(total, share, random_bits(total, seed))
+        # Piece by piece: what is made on the way is several times as large as what is added.
+        flat = total.view(-1) if total.is_contiguous() else total.reshape(-1)
+        for index, (part, piece) in enumerate(zip(flat.split(PIECE), share.reshape(-1).split(PIECE), strict=True)):
+            accumulate_reference(part, piece, random_bits(part, mix(seed, index)))
+        if not total.is_contiguous():
+            total.copy_(flat.view(total.shape))
     else:
         total.add_(share)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,29 @@ def test_special_tokens_of_the_same_name_have_the_same_ids() -> None:
         swapped = swapped.replace(old, new)
     changed = type(changed)(tokenizer_object=type(changed.backend_tokenizer).from_str(swapped), eos_token="<|end|>")
     assert data.difference_in_ids(own, changed) == "'<|turn|>' is [1] to the one and [2] to the other"
+
+
+def test_a_token_may_be_special_to_one_of_them_alone() -> None:
+    """What the other makes of its letters, nobody asks for."""
+    own, named = small_tokenizer(), small_tokenizer()
+    unused = [token for token in sorted(own.get_vocab()) if not any(token in text for text in data.encode.PROBES)]
+    # One that is not merged again from its own letters.
+    word = next(token for token in unused if own(token, add_special_tokens=False)["input_ids"] != [own.vocab[token]])
+    named.add_special_tokens({"pad_token": word})
+    assert named(word, add_special_tokens=False)["input_ids"] == [own.vocab[word]]
+    assert data.give_the_same_ids(own, named) and data.give_the_same_ids(named, own)
+
+
+def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path) -> None:
+    """tokenizers raises a bare Exception for a file of a later version."""
+    file = Path("model/tokenizer.json")
+    described = json.loads(file.read_text())
+    described["model"]["type"] = "of a later version"
+    file.write_text(json.dumps(described))
+    with pytest.raises(ValueError, match="model holds no tokenizer that transformers can load"):
+        presets.load_tokenizer("model")
+    other = presets.load_tokenizer("other")
+    assert presets.another_tokenizer("other", other, "model") is None
 
 
 def test_what_differs_is_shown_shortly() -> None:

@@ -79,7 +79,7 @@ def test_full_training_is_told_how_far_it_reaches() -> None:
 def test_a_recipe_is_as_mild_as_can_be() -> None:
     """The longer the context, the more it costs: time, then margins, then bits, then what is trained."""
     mild = {"host_memory", "gpu_memory", "optimizer", "page_budget"}
-    _, told = seven_billion(1536 << 10)
+    _, told = seven_billion(1504 << 10)
     assert told.recipe is not None and set(told.recipe.changes) == {"host_memory", "page_budget"}
     _, told = seven_billion(1700 << 10, keep_attention=False)
     assert told.recipe is not None and set(told.recipe.changes) <= mild | {"param_grad_dtype"}
@@ -305,7 +305,7 @@ def test_the_command_in_numbers(tmp_path: Path) -> None:
     result = invoke("plan", *arguments, "--output", tmp_path / "plan.json")
     assert result.exit_code == 1, result.output
     assert "It fits with:\n  --lora " in result.output and "a step takes about 11 m" in result.output
-    assert "Full training reaches 3,7" in result.output and "With attention to all of the past" in result.output
+    assert "Full training reaches 3,6" in result.output and "With attention to all of the past" in result.output
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["recipe"]["lora"] and not written["fits"] and written["exact"]["seconds"] > 7 * 3600
     shown = invoke(*shlex.split(written["recipe"]["command"])[1:])
@@ -324,12 +324,14 @@ def test_hours_are_remarked_on() -> None:
     assert told.recipe is None and told.faster is not None and told.faster.changes == {"page_budget": 64}
     [line] = told.lines()
     assert line.startswith("With --page_budget 64 it takes about 4 m") and "an approximation" in line
-    # Not where it takes minutes, where pages are chosen as it is, where chunks are no whole pages, or nobody knows.
+    # Not where it takes minutes, where pages are chosen as it is, or where chunks are no whole pages.
     assert seven_billion(1 << 18)[1] == Answer()
     assert seven_billion(1536 << 10, host=200, page_budget=32)[1] == Answer()
     assert seven_billion(1536 << 10, host=200, chunk_size=4000)[1] == Answer()
     facts, unknown = facts_for(False), Machine(gpu_bytes=H200.gpu_bytes, host_bytes=200 * GIB)
-    assert asked_of(forecast(facts, Config(), unknown, length=1536 << 10), facts) == Answer()
+    told = asked_of(forecast(facts, Config(), unknown, length=1536 << 10), facts)
+    [line] = told.lines()
+    assert line.startswith("With --page_budget 64 it is more than 3 times as fast"), "whatever GPU it is"
     # A window does what chosen pages would.
     windowed = replace(facts, layers=tuple(replace(layer, window=1 << 17) for layer in facts.layers))
     slow = forecast(windowed, Config(keep_attention=False), replace(H200, host_bytes=2**42), length=1 << 24)

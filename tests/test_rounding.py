@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb.rounding import (
-    accumulate_,
-    accumulate_reference,
-)
+from oomb import rounding
+from oomb.rounding import accumulate_, accumulate_reference, add_
 
 
 def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,3 +95,17 @@ def test_rounding_repeats_with_the_seed(dtype: torch.dtype) -> None:
     torch.set_rng_state(state)
     accumulate_(start.clone(), share, 7)
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are left alone"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_sums_are_made_piece_by_piece(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "PIECE", 100)
+    total, share = torch.randn(37, 29).to(torch.bfloat16), torch.randn(37, 29)
+    if transposed:
+        total, share = total.t().contiguous().t(), share.t().contiguous().t()
+    summed = total.float() + share
+    below, above = neighbours(summed, torch.bfloat16)
+    add_(total, share, 3)
+    assert ((total == below) | (total == above)).all() and ((total == above) & (above != below)).any()
+    for first in (0, 100, 1000):
+        assert (total.flatten()[first : first + 100] == below.flatten()[first : first + 100]).any(), "random everywhere"

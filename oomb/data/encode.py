@@ -275,16 +275,24 @@ def difference_in_ids(
     other". None where they `give_the_same_ids`."""
     special = dict.fromkeys([*one.all_special_tokens, *other.all_special_tokens])
     shared = one.get_vocab().keys() & other.get_vocab().keys()
-    for text in (*PROBES, *(token for token in special if token in shared)):
-        of_one, of_other = (
-            list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for tokenizer in (one, other)
-        )
+    made: list[tuple[str, list[int], list[int]]] = [(text, _ids(one, text), _ids(other, text)) for text in PROBES]
+    # By their numbers, since what is special to one of them the other may take for letters.
+    made += [
+        (token, [one.convert_tokens_to_ids(token)], [other.convert_tokens_to_ids(token)])
+        for token in special
+        if token in shared
+    ]
+    for text, of_one, of_other in made:
         if of_one != of_other:
             pairs = zip(of_one, of_other, strict=False)
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(of_one), len(of_other)))
             shown = f"{_shown(of_one, first)} to {names[0]} and {_shown(of_other, first)} to {names[1]}"
             return f"{text!r} is {shown}"
     return None
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _shown(ids: list[int], first: int) -> str:

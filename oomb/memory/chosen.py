@@ -390,7 +390,7 @@ class ChosenPages:
                 places, which, count, moved[0:], flags[0], data.data_ptr(), self._working_bytes(kind, layer),
                 self._page_bytes(kind, layer), self.store.gpu_pages[kind], self.num_pages, *flags[1:], TILE=1024,
             )  # fmt: skip
-            seed = mix(self.store.seed, layer, start, COMES_IN)
+            seed = mix(self.store.seed, layer, start, COMES_IN) if kind == "grad" else 0
             self._move(kind, layer, start, data, flags, is_out=False, seed=seed)
 
     def _store(self, layer: int, start: int, end: int, data: Tensor, seed: int) -> Event:

@@ -10,9 +10,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,14 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
     return folder
 
 
+def newest_checkpoint(output_dir: Path) -> Path | None:
+    """The newest whole one, as far as the disk can be asked."""
+    try:
+        return checkpoints.latest(output_dir)
+    except OSError:
+        return None
+
+
 def save_somewhere(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, output_dir: Path, say: Callable[[str], None]
 ) -> Path:
@@ -248,7 +257,7 @@ def save_somewhere(
     needed = saved_bytes(model)
     name = f"oomb-{output_dir.absolute().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     failed: list[str] = []
-    for place in [output_dir, *_other_places()]:
+    for place in chain([output_dir], _other_places()):
         try:
             # A disk that is known to be too small is not filled first, to the harm of others.
             free = checkpoints.free_bytes(place)
@@ -269,7 +278,7 @@ def save_somewhere(
         if failed:
             say(f"THE MODEL IS NOT IN {output_dir}, BUT IN {saved_to}. It could not be saved in {', '.join(failed)}")
         return saved_to
-    newest = checkpoints.latest(output_dir)
+    newest = newest_checkpoint(output_dir)
     rest = (
         f"make room and go on from the newest checkpoint, {newest}, which from_pretrained reads as well"
         if newest
@@ -280,17 +289,18 @@ def save_somewhere(
     )
 
 
-def _other_places() -> list[Path]:
+def _other_places() -> Iterator[Path]:
     """Where a model may be put for once. The folder for temporary files comes last: it may be in memory."""
-    places: list[Path] = []
+    seen: set[Path] = set()
     for find in (Path.home, Path.cwd, lambda: Path(tempfile.gettempdir())):
         try:
             place = find()
-        except (OSError, RuntimeError):  # none that can be written, deleted, no home
+            is_there = place.is_dir()
+        except (OSError, RuntimeError):  # none that can be written or asked, deleted, no home
             continue
-        if place.is_dir() and place not in places:
-            places.append(place)
-    return places
+        if is_there and place not in seen:
+            seen.add(place)
+            yield place
 
 
 def _save_in_new(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase | None) -> Path:

@@ -118,7 +118,10 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
 def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
     if settings.tokenizer_name is not None:
         named = presets.load_tokenizer(settings.tokenizer_name)
-        _refuse_another(settings, named)
+        fault = presets.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path)
+        if fault is not None:
+            remedy = "or train a preset, or a model that was made for this tokenizer"
+            raise SettingError("tokenizer_name", f"{fault}. Leave out --tokenizer_name; {remedy}")
         return named
     if presets.is_preset(settings.model_name_or_path):
         return None
@@ -129,24 +132,6 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
         if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
             return None
         raise
-
-
-def _refuse_another(settings: Settings, named: PreTrainedTokenizerBase) -> None:
-    """Ids of another tokenizer mean other words to the model, though all may be in its vocabulary."""
-    name, model = settings.tokenizer_name, settings.model_name_or_path
-    if name == model or presets.is_preset(model):
-        return
-    try:
-        own = presets.load_tokenizer(model)
-    except ValueError:
-        return  # It has none: that is what the setting is for.
-    difference = data.difference_in_ids(own, named, (model, str(name)))
-    if difference is not None:
-        raise SettingError(
-            "tokenizer_name",
-            f"{name} is another tokenizer than that of {model}, which would read its ids as other words: {difference}. "
-            "Leave out --tokenizer_name; or train a preset, or a model that was made for this tokenizer",
-        )
 
 
 def what_a_preset_is(settings: Settings) -> str | None:

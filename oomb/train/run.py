@@ -163,7 +163,7 @@ def _run(
             checkpoints.clean(output_dir)
             what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
             console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
-            if checkpoints.latest(output_dir) is not None:
+            if outputs.newest_checkpoint(output_dir) is not None:
                 console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
         interrupts.release()
@@ -178,7 +178,7 @@ def _run(
             title = "Stopped" if stopped else "Done"
             console.print(display.summary(title, (before, after), time.monotonic() - started, places))
             next_steps = (
-                (outputs.how_to_go_on(output_dir) if checkpoints.latest(output_dir) is not None else "")
+                (outputs.how_to_go_on(output_dir) if outputs.newest_checkpoint(output_dir) is not None else "")
                 if stopped
                 else outputs.what_next(settings, split.num_tokens, model, saved_to)
             )
@@ -267,7 +267,7 @@ def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> Li
 def _save_checkpoint(trainer: Trainer, display: TrainingDisplay) -> None:
     try:
         trainer.save_checkpoint()
-    except checkpoints.NotSaved as error:
+    except OSError as error:  # `NotSaved`, or of a tracker that was told of it
         _warn(str(error), display)
 
 
