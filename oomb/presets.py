@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomb import data, weights
+from oomb import weights
 
 if TYPE_CHECKING:
     import torch
@@ -340,13 +340,15 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 def another_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, model: str) -> str | None:
     """What is wrong with a tokenizer for a model that has one of its own: ids of another mean other words to it, though
     all may be in its vocabulary. None where nothing is."""
+    from oomb.data import difference_in_ids
+
     if name == model or is_preset(model):
         return None
     try:
         own = load_tokenizer(model)
     except ValueError:
         return None  # It has none that can be read: that is what naming one is for.
-    difference = data.difference_in_ids(own, tokenizer, (model, name))
+    difference = difference_in_ids(own, tokenizer, (model, name))
     if difference is None:
         return None
     return f"{name} is another tokenizer than that of {model}, which would read its ids as other words: {difference}"
