@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from oomb import metrics
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -141,6 +143,10 @@ def headline() -> str:
             if chosen
             else ""
         )
+        + "".join(
+            f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in {metrics.seconds(row['measured_seconds'])}**"
+            for row in filled()
+        )
         + " ([performance](#performance))."
     )
 
@@ -234,6 +240,29 @@ TRAINED = "train_sparse.json"
 MAIN_CHUNK, MAIN_LAYERS = 4096, 28
 
 
+def filled() -> list[dict[str, Any]]:
+    """The step that fills both memories, as soon as it has been measured."""
+    rows = steps("curve_brim.json") if exists("curve_brim.json") else []
+    return [row for row in rows if row["problem"] is None]
+
+
+def to_the_brim(row: dict[str, Any]) -> str:
+    """The same in words."""
+    sizes = {name: value / 2**30 for name, value in row.items() if name.endswith("_bytes")}
+    return (
+        "With K, V and their gradients in 8 bits besides (`kv_dtype`, `grad_dtype`; "
+        "[limits](docs/limits.md#pages-in-8-bits)), both memories filled to the brim, a whole step with LoRA (forward, "
+        "backward, AdamW; rank 16 on all linear layers) on "
+        f"**{row['context']:,} tokens** takes {metrics.seconds(row['measured_seconds'])}, "
+        f"{sizes['measured_gpu_bytes']:.1f} GiB of GPU memory and {sizes['measured_host_bytes']:.1f} GiB of host memory; "
+        f"{sizes['loaded_bytes'] / 1024:.1f} TiB are moved in and {sizes['stored_bytes'] / 1024:.1f} out, for which the "
+        f"computation waits {row['waited_seconds']:.0f} s. `oomb plan` had said "
+        f"{metrics.seconds(row['predicted_seconds'])}, {sizes['predicted_gpu_bytes']:.1f} GiB and "
+        f"{sizes['predicted_host_bytes']:.1f} GiB. Pinning that memory, once in a run, takes "
+        f"{row['reserve_seconds']:.0f} s."
+    )
+
+
 def exists(name: str) -> bool:
     return (RESULTS / name).exists()
 
@@ -266,7 +295,10 @@ def sparse_summary() -> str:
             f"| {row['context']:,} | {row['seconds']:.1f} s | {row['tokens_per_second']:,.0f} | "
             f"{row['peak_bytes'] / 2**30:.0f} GiB | {on_host} |"
         )
-    return "\n".join([*lines, "", beside_pages(report)])
+    lines += ["", beside_pages(report)]
+    for row in filled():
+        lines += ["", to_the_brim(row)]
+    return "\n".join(lines)
 
 
 def beside_pages(report: dict[str, Any]) -> str:

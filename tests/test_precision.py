@@ -51,7 +51,9 @@ def test_sums_over_many_chunks(mode: str) -> None:
     _, expected = whole_gradients(copy.deepcopy(model).float(), ids)
     actual = engine_gradients(model, ids, chunk_size=1, param_grad_dtype=mode)
     assert all(g.dtype == torch.bfloat16 for g in actual.values())
-    assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) < 0.03
+    # Rounded at random 400 times: each sum walks some 400 ** 0.5 times a third of its last bit.
+    tolerance = 0.06 if mode == "param" else 0.03
+    assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) < tolerance
 
 
 def test_the_sum_above_is_lost_by_rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
