@@ -144,7 +144,8 @@ def headline() -> str:
             else ""
         )
         + "".join(
-            f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in {metrics.seconds(row['measured_seconds'])}**"
+            f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in "
+            f"{metrics.seconds(row['measured_seconds'])}**"
             for row in filled()
         )
         + " ([performance](#performance))."
@@ -254,9 +255,9 @@ def to_the_brim(row: dict[str, Any]) -> str:
         "[limits](docs/limits.md#pages-in-8-bits)), both memories filled to the brim, a whole step with LoRA (forward, "
         "backward, AdamW; rank 16 on all linear layers) on "
         f"**{row['context']:,} tokens** takes {metrics.seconds(row['measured_seconds'])}, "
-        f"{sizes['measured_gpu_bytes']:.1f} GiB of GPU memory and {sizes['measured_host_bytes']:.1f} GiB of host memory; "
-        f"{sizes['loaded_bytes'] / 1024:.1f} TiB are moved in and {sizes['stored_bytes'] / 1024:.1f} out, for which the "
-        f"computation waits {row['waited_seconds']:.0f} s. `oomb plan` had said "
+        f"{sizes['measured_gpu_bytes']:.1f} GiB of GPU memory and {sizes['measured_host_bytes']:.1f} GiB of host "
+        f"memory; {sizes['loaded_bytes'] / 1024:.1f} TiB are moved in and {sizes['stored_bytes'] / 1024:.1f} out, for "
+        f"which the computation waits {row['waited_seconds']:.0f} s. `oomb plan` had said "
         f"{metrics.seconds(row['predicted_seconds'])}, {sizes['predicted_gpu_bytes']:.1f} GiB and "
         f"{sizes['predicted_host_bytes']:.1f} GiB. Pinning that memory, once in a run, takes "
         f"{row['reserve_seconds']:.0f} s."
