@@ -482,8 +482,9 @@ def finetune() -> str:
         f"{low:.0%} to {high:.0%}. {beyond_luck(needle[1])}",
         "",
         f"The command took {took['command']:.0f} s, evaluation before and after included; a step took "
-        f"{took['median_step']:.2f} s ({report['tokens_per_second']:,.0f} tokens/s) and at the "
-        f"most {whole / 2**30:.1f} GiB, of which what grows with the context is {peak['gpu_pages'] / 2**30:.1f} GiB"
+        f"{took['median_step']:.2f} s in the median (all but the first together: "
+        f"{report['tokens_per_second']:,.0f} tokens/s) and at the most {whole / 2**30:.1f} "
+        f"GiB, of which what grows with the context is {peak['gpu_pages'] / 2**30:.1f} GiB"
         f"{host}. The whole record is [{FINETUNED}.json](../benchmarks/results/{FINETUNED}.json).",
     ]
     if (ROOT / "docs" / f"{FINETUNED}.html").exists():

@@ -304,11 +304,23 @@ def distance(actual: list[Step], expected: list[Step]) -> float:
 def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
     """cuDNN's dQ does not repeat bit for bit: placements may differ as much as runs of one placement do, no more."""
     model = wide_llama().bfloat16()
-    runs = [gpu_train(model, keep_attention=False) for _ in range(4)]
-    noise = max(distance(a, b) for a, b in itertools.combinations(runs, 2))
+    runs: list[list[Step]] = []
+
+    def noise(num_runs: int) -> float:
+        runs.extend(gpu_train(model, keep_attention=False) for _ in range(num_runs - len(runs)))
+        return max(distance(a, b) for a, b in itertools.combinations(runs, 2))
+
     for placement in GPU_PLACEMENTS[1:]:
         moved = gpu_train(model, keep_attention=False, **placement)
-        assert min(distance(moved, run) for run in runs) <= 1.5 * noise
+        # Few runs may be alike by luck: where they say that it is too far, more are asked.
+        for num_runs in (4, 16):
+            limit = 1.5 * noise(num_runs)
+            off = [distance(moved, run) for run in runs]
+            if min(off) <= limit:
+                break
+        else:
+            by_name = {name: float((g - runs[0][0][1][name]).abs().max()) for name, g in moved[0][1].items()}
+            pytest.fail(f"{placement}: {off} from runs that differ by {limit / 1.5}; most by parameter: {by_name}")
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_layers": True}, {"keep_last_chunk": False}], ids=str)
