@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import eight_bits
+import result_files
 import smollm2
 import typer
 import update_tables
@@ -30,7 +31,7 @@ def call(model: str, out: Path, *more: str, chunk_size: str = "128") -> Any:
 
 
 def test_cosines_are_measured_and_documents_say_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     assert update_tables.eight_bits() == ""
     monkeypatch.setattr(smollm2, "load", lambda gguf, device: (build("llama").float(), Letters()))
     out = tmp_path / "eight_bits_smollm2.json"
@@ -97,7 +98,7 @@ def test_random_weights_of_several_deviations(tmp_path: Path, monkeypatch: pytes
         return measure(network, *args)
 
     monkeypatch.setattr(eight_bits, "measure", note)
-    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     monkeypatch.setattr(update_tables, "EIGHT_BITS", {"report.json": "demo shape"})
     done = call("demo", tmp_path / "report.json", "--stds", "0.1,0.008")
     record = json.loads((tmp_path / "report.json").read_text())

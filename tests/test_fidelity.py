@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import fidelity
+import result_files
 import smollm2
+import sparse_tables
 import typer
-import update_tables
 
 import oomb
 from oomb.attention import select
@@ -188,10 +189,10 @@ def test_texts_are_real_and_do_not_overlap(tmp_path: Path) -> None:
 def test_the_documents_say_nothing_before_it_is_measured(
     command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
-    assert update_tables.fidelity() == ""
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    assert sparse_tables.fidelity() == ""
     assert CliRunner().invoke(command, arguments(tmp_path / "fidelity_smollm2.json")).exit_code == 0
-    section = update_tables.fidelity()
+    section = sparse_tables.fidelity()
     assert section.startswith("## How faithful") and "fidelity_smollm2.png" in section
     record = json.loads((tmp_path / "fidelity_smollm2.json").read_text())
     cosines = [f"{r['mean']['cosine']:.3f}" for r in record["rows"] if r["budget"] == 2 and r["kind"] == "prose"]
@@ -234,23 +235,23 @@ def test_the_engine_decides_how_summaries_are_stored_unless_told(network: Any, m
 def test_both_kinds_of_summaries_stand_side_by_side(
     command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     out = tmp_path / "fidelity_smollm2.json"
     assert CliRunner().invoke(command, arguments(out)).exit_code == 0
-    alone = update_tables.fidelity()
+    alone = sparse_tables.fidelity()
     assert "--summaries float8" not in alone
     record = json.loads(out.read_text())
     for row in record["rows"]:
         row["mean"]["cosine"] = 0.123
     other = tmp_path / "fidelity_smollm2_float8.json"
     other.write_text(json.dumps(record))
-    both = update_tables.fidelity()
+    both = sparse_tables.fidelity()
     assert both.startswith(alone) and "on the same texts (`benchmarks/fidelity.py --summaries float8`)" in both
     assert "0.123" not in alone and both.count("| 0.123 (") == 4, "two kinds of text by two rules"
     record["texts"][0]["sha256_of_ids"], record["machine"]["python"] = "another", "3.99"
     other.write_text(json.dumps(record))
-    assert "on the texts of Python 3.99 (" in update_tables.fidelity()
+    assert "on the texts of Python 3.99 (" in sparse_tables.fidelity()
     record["settings"]["tokens"] = 64
     other.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="tokens is 64 with summaries in float8 and 48 with those in float32"):
-        update_tables.fidelity()
+        sparse_tables.fidelity()

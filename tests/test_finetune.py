@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import finetune
+import result_files
 import smollm2
 import typer
 import update_tables
@@ -171,8 +172,8 @@ def test_the_documents_section_is_made_of_the_record(
     results, docs = tmp_path / "benchmarks" / "results", tmp_path / "docs"
     for folder in (results, docs):
         folder.mkdir(parents=True)
-    monkeypatch.setattr(update_tables, "RESULTS", results)
-    monkeypatch.setattr(update_tables, "ROOT", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", results)
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
     assert update_tables.finetune() == ""
     record = json.loads((out / "finetune_smollm2.json").read_text())
     record["needle"]["after"] |= {"accuracy": 0.625, "share": 0.5}

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import plan_check
+import result_files
 import typer
 import update_tables
 
@@ -198,10 +199,10 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_tables_pass_over_rehearsals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [row for row in update_tables.load("plan_check.json")["rows"] if row["case"] == "full-lean-kept"]
+    whole = [row for row in result_files.load("plan_check.json")["rows"] if row["case"] == "full-lean-kept"]
     rehearsed = {**whole[-1], "context": 2**24, "layers": 2}
     (tmp_path / "plan_check.json").write_text(json.dumps({"rows": [*whole, rehearsed]}))
     before = update_tables.tiers()
-    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     assert update_tables.tiers() == before
-    assert [row["context"] for row in update_tables.steps("plan_check.json")] == [row["context"] for row in whole]
+    assert [row["context"] for row in result_files.steps("plan_check.json")] == [row["context"] for row in whole]

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import kernel_times
+import result_files
 import smollm2
 import sparse
+import sparse_tables
 import train_sparse
 import typer
-import update_tables
 from kernel_times import Kernel
 
 from oomb import bench, presets
@@ -369,8 +370,8 @@ def test_windows_come_in_one_order_and_all_of_them() -> None:
 
 
 def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_tables, "RESULTS", tmp_path)
-    assert update_tables.sparse_summary() == update_tables.sparse_details() == ""
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    assert sparse_tables.sparse_summary() == sparse_tables.sparse_details() == ""
     machine = {"gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "source": "abc"}
     measured = {
         "reserve_seconds": 4.0,
@@ -388,17 +389,17 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
             report.add(row, tmp_path / f"sparse_qwen2.5-7b_{case}.json")
 
     write("times", step(2**17, 18.0, **measured), step(2**17, 9.0, chunk_size=8192), step(2**20, problem="too large"))
-    assert "| 131,072 | 18.0 s | 7,281 | 80 GiB |  |" in update_tables.sparse_summary()
+    assert "| 131,072 | 18.0 s | 7,281 | 80 GiB |  |" in sparse_tables.sparse_summary()
     sizes = dict.fromkeys(("measured_gpu_bytes", "measured_host_bytes", "loaded_bytes", "stored_bytes"), 2**37)
     sizes |= {"predicted_gpu_bytes": 2**36, "predicted_host_bytes": 2**35}
     times = {"measured_seconds": 791.0, "predicted_seconds": 703.0, "waited_seconds": 11.0, "reserve_seconds": 40.0}
     row = {"context": 2**22, "problem": None, "layers": None, **sizes, **times}
     others = [{**row, "context": 7, "problem": "stopped"}, {**row, "context": 8, "layers": 2}]
     (tmp_path / "curve_brim.json").write_text(json.dumps({"rows": [*others, row]}))
-    [told] = [line for line in update_tables.sparse_summary().splitlines() if "to the brim" in line]
+    [told] = [line for line in sparse_tables.sparse_summary().splitlines() if "to the brim" in line]
     assert "**4,194,304 tokens** takes 13 m 11 s, 128.0 GiB of GPU memory" in told
     assert "had said 11 m 43 s, 64.0 GiB and 32.0 GiB" in told
-    details = update_tables.sparse_details()
+    details = sparse_tables.sparse_details()
     assert "| 131,072 | 6.0 s | 12.0 s | 18.0 s | 137 | 80.0 GiB | 0.0 GiB | 0, 0 GiB | 0.0 s |" in details
     assert "9.0 s" not in details and "too large" in details and "grows" not in details
     assert "pages may take 65GiB of the GPU's memory" in details and "comes before: 4 s for 131,072 tokens" in details
@@ -414,10 +415,10 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
             "difference": 0.01, "final_losses": {"dense": 1.0, "sparse": 1.01},
         })
     )  # fmt: skip
-    details = update_tables.sparse_details()
+    details = sparse_tables.sparse_details()
     assert "grows by 3.0 MB per 10,000 tokens from 262,144 to 1,048,576 tokens (measured with 28 layers)." in details
     assert "train_sparse.png" not in details
     (tmp_path / "train_sparse.png").touch()
-    assert "(../benchmarks/results/train_sparse.png)" in update_tables.sparse_details()
+    assert "(../benchmarks/results/train_sparse.png)" in sparse_tables.sparse_details()
     assert "65,536 tokens (50 of them, each read 2.0 times)" in details
     assert "| linear layers | 75.0% |" in details and "is 1.000 with dense attention and 1.010 with 64 pages" in details
