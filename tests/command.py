@@ -8,6 +8,12 @@ from typer.testing import CliRunner, Result
 
 from oomb import cli
 
+TOY_RUN = [
+    "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu", "--max_eval_samples", "0",
+    "--sample_tokens", "0", "--no_report", "--output_dir", "out",
+]  # fmt: skip
+"""`oomb train` on a text that is there, with nothing around the steps."""
+
 
 def invoke(*arguments: str | Path, columns: int = 200) -> Result:
     # Wide, so that no message is broken over two lines where a test looks for it.

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from command import invoke
-from test_train_ends import TOY, events, here  # noqa: F401  the fixture
+from test_train_ends import TOY, events
 
 from oomb import checkpoints
+from oomb.progress import TrainingDisplay
 from oomb.train import outputs, run
 
 
@@ -19,18 +20,18 @@ def stale(*args: object, **kwargs: object) -> Any:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-def test_a_home_that_cannot_be_asked_is_passed_over(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_home_that_cannot_be_asked_is_passed_over(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_dir = Path.is_dir
 
     def forbidden(self: Path) -> bool:
-        if self == here / "home":
+        if self == places / "home":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return is_dir(self)
 
     monkeypatch.setattr(Path, "is_dir", forbidden)
-    assert list(outputs._other_places()) == [here / "work", here / "temporary"]
-    # No place is asked where the run's own folder takes the model.
-    monkeypatch.setattr(Path, "home", stale)
+    assert list(outputs._other_places()) == [places / "work", places / "temporary"]
+    # No other place is asked where the run's own folder takes the model.
+    monkeypatch.setattr(outputs, "_other_places", lambda: (stale() for _ in range(1)))
     done = invoke("train", *TOY)
     assert done.exit_code == 0, done.output
     assert Path("out/model/config.json").exists()
@@ -48,12 +49,10 @@ def test_a_disk_that_cannot_be_listed_fails_as_a_full_one_does(tmp_path: Path, m
 
 
 def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
-    here: Path,  # noqa: F811
+    places: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the second step on the run's folder cannot be asked for anything."""
-    from oomb.progress import TrainingDisplay
-
     on_log, failing = TrainingDisplay.on_log, []
     iterdir, free_bytes = Path.iterdir, checkpoints.free_bytes
 
@@ -64,14 +63,14 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
             stale()
 
     def is_gone(path: Path) -> bool:
-        return bool(failing) and (here / "work" / "out") in (path.absolute(), *path.absolute().parents)
+        return bool(failing) and (places / "work" / "out") in (path.absolute(), *path.absolute().parents)
 
     monkeypatch.setattr(TrainingDisplay, "on_log", fail)
     monkeypatch.setattr(Path, "iterdir", lambda self: stale() if is_gone(self) else iterdir(self))
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: stale() if is_gone(folder) else free_bytes(folder))
     done = invoke("train", *TOY, "--save_total_limit", "2")
     assert done.exit_code == run.EXIT_NOT_AS_ASKED, done.output
-    [folder] = (here / "home").glob("oomb-out-*")
+    [folder] = (places / "home").glob("oomb-out-*")
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
     assert (folder / "model" / "model.safetensors").exists() and events(folder).count("step") == 2
 

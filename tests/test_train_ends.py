@@ -12,14 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import invoke
+from command import TOY_RUN, invoke
 from terminal import Terminal
 from test_checkpoints import trainer_in
 from transformers import PreTrainedModel
@@ -32,22 +31,7 @@ from oomb.train import outputs, run, timed
 from oomb.train.timed import TimedCheckpoints
 
 ROOT = Path(__file__).parents[1]
-TOY = [
-    "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu",
-    "--max_eval_samples", "0", "--sample_tokens", "0", "--no_report", "--output_dir", "out",
-]  # fmt: skip
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a home and a folder for temporary files that are the test's own."""
-    for name in ("work", "home", "temporary"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    Path("text.txt").write_text(Path(argparse.__file__).read_text())
-    return tmp_path
+TOY = [*TOY_RUN, "--max_steps", "3"]
 
 
 def full(*args: object, **kwargs: object) -> Any:
@@ -200,7 +184,7 @@ def test_what_a_checkpoint_by_the_clock_replaces(tmp_path: Path) -> None:
     assert by_time.leaving(tmp_path) == []
 
 
-def test_a_run_keeps_room_for_its_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_room_for_its_model(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     written = checkpoints.written
 
@@ -248,12 +232,12 @@ def fail_to_save(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
 
 @pytest.mark.parametrize(("failing", "found"), [(["/out/"], "home"), (["/out/", "/home/"], "work")])
 def test_a_model_without_room_goes_elsewhere(
-    here: Path, monkeypatch: pytest.MonkeyPatch, failing: list[str], found: str
+    places: Path, monkeypatch: pytest.MonkeyPatch, failing: list[str], found: str
 ) -> None:
     fail_to_save(monkeypatch, *failing)
     done = invoke("train", *[flag for flag in TOY if flag != "--no_report"])
     assert done.exit_code == run.EXIT_NOT_AS_ASKED == 1, done.output
-    [folder] = (here / found).glob("oomb-out-*")
+    [folder] = (places / found).glob("oomb-out-*")
     assert re.fullmatch(r"oomb-out-\d{8}-\d{6}", folder.name)
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
     assert re.search(r"could not be saved in out \(No space left on device; [\d,]+ bytes were free\)", done.output)
@@ -263,54 +247,53 @@ def test_a_model_without_room_goes_elsewhere(
     # Nothing of what failed is left.
     assert names(Path("out")) == {"metrics.jsonl", "config.yaml"}
     assert events(Path("out")) == ["start", "step", "step", "step"]
-    assert [path for path in here.glob("*/oomb-*") if path != folder] == []
+    assert [path for path in places.glob("*/oomb-*") if path != folder] == []
 
 
-def test_places_known_to_be_too_small_are_not_tried(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_known_to_be_too_small_are_not_tried(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def free(folder: Path) -> int:
-        is_there = (here / "temporary") in (folder, *folder.parents)
+        is_there = (places / "temporary") in (folder, *folder.parents)
         return 10**9 if is_there or not Path("out/metrics.jsonl").exists() else 1000
 
     monkeypatch.setattr(checkpoints, "free_bytes", free)
     done = invoke("train", *TOY)
     assert done.exit_code == 1, done.output
-    [folder] = (here / "temporary").glob("oomb-out-*")
-    assert (
-        f"saved in out (1,000 bytes are free), {here / 'home'} (1,000 bytes are free), {here / 'work'}" in done.output
-    )
+    [folder] = (places / "temporary").glob("oomb-out-*")
+    small = [f"{places / name} (1,000 bytes are free)" for name in ("home", "work")]
+    assert f"saved in out (1,000 bytes are free), {', '.join(small)}" in done.output
     assert (folder / "model" / "model.safetensors").is_file()
-    assert names(here / "home") == set()
+    assert names(places / "home") == set()
 
 
-def test_a_model_that_no_place_takes_is_one_message(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = presets.load_model("demo", device="cpu")
-    (here / "home").rmdir()
+    (places / "home").rmdir()
     monkeypatch.setattr(checkpoints, "sync_files", full)
     with pytest.raises(outputs.CannotSave) as caught:
         outputs.save_somewhere(model, None, Path("out"), print)
     said = str(caught.value)
     assert f"takes {outputs.saved_bytes(model):,} bytes and could not be saved anywhere, in out (No space left" in said
-    assert f"{here / 'work'} (No space" in said and f"{here / 'temporary'} (No space" in said
+    assert f"{places / 'work'} (No space" in said and f"{places / 'temporary'} (No space" in said
     assert said.endswith("name an --output_dir on another disk, and train again: there is no checkpoint")
-    assert [*here.rglob("*model*"), *here.rglob("oomb-*")] == []
+    assert [*places.rglob("*model*"), *places.rglob("oomb-*")] == []
     Path("out/checkpoint-3").mkdir(parents=True)
     Path("out/checkpoint-3/trainer_state.json").write_text('{"global_step": 3}')
     with pytest.raises(outputs.CannotSave, match="go on from the newest checkpoint, out/checkpoint-3"):
         outputs.save_somewhere(model, None, Path("out"), print)
 
 
-def test_a_folder_that_is_there_already_is_not_written_to(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs.time, "strftime", lambda form: "now")
-    (here / "home" / "oomb-out-now" / "model").mkdir(parents=True)
+    (places / "home" / "oomb-out-now" / "model").mkdir(parents=True)
     fail_to_save(monkeypatch, "/out/")
     said: list[str] = []
     found = outputs.save_somewhere(presets.load_model("demo", device="cpu"), None, Path("out"), said.append)
-    assert found == here / "work" / "oomb-out-now" / "model"
-    assert f"{here / 'home'} (File exists" in said[0]
-    assert names(here / "home" / "oomb-out-now" / "model") == set()
+    assert found == places / "work" / "oomb-out-now" / "model"
+    assert f"{places / 'home'} (File exists" in said[0]
+    assert names(places / "home" / "oomb-out-now" / "model") == set()
 
 
-def test_a_report_that_fails_is_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_is_a_line(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (OSError(errno.ENOSPC, "No space left on device"), ZeroDivisionError("by zero")):
         monkeypatch.setattr(run.report, "write_report", lambda folder, error=error: (_ for _ in ()).throw(error))
         done = invoke("train", *[flag for flag in TOY if flag != "--no_report"], "--overwrite_output_dir")
@@ -319,7 +302,7 @@ def test_a_report_that_fails_is_a_line(here: Path, monkeypatch: pytest.MonkeyPat
         assert "report out" in done.output and "Done" in done.output
 
 
-def test_an_error_of_the_system_while_training_loses_no_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_system_while_training_loses_no_step(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_log = TrainingDisplay.on_log
 
     def failing(self: Any, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -335,7 +318,7 @@ def test_an_error_of_the_system_while_training_loses_no_step(here: Path, monkeyp
     assert "stopped after step 2 of 3; the model as of then is in out/model" in done.output
     checkpoints.check(Path("out/checkpoint-2"))
     monkeypatch.undo()
-    monkeypatch.chdir(here / "work")
+    monkeypatch.chdir(places / "work")
     resumed = invoke("train", "out/config.yaml", "--resume_from_checkpoint")
     assert resumed.exit_code == 0, resumed.output
     assert events(Path("out")).count("step") == 3
@@ -366,7 +349,7 @@ raise SystemExit(cli.app(["train", *sys.argv[1:]], standalone_mode=False))
 
 
 @pytest.mark.slow
-def test_a_disk_that_others_fill_while_it_trains(here: Path) -> None:
+def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
     """A real one: metrics, checkpoints and the model all find no room after the second step."""
     shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mounted = 'mkdir out && mount -t tmpfs -o size=8m none out && "$@"; code=$?; cp -r out left; exit $code'
@@ -374,7 +357,7 @@ def test_a_disk_that_others_fill_while_it_trains(here: Path) -> None:
         pytest.skip("this user may not mount a file system")
     for name in ("out", "left"):
         shutil.rmtree(name)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "COLUMNS": "200", "TMPDIR": str(here / "temporary")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "COLUMNS": "200", "TMPDIR": str(places / "temporary")}
     flags = [*TOY, "--max_steps", "20", "--save_steps", "4"]
     program = [*shell, mounted, "sh", sys.executable, "-c", FULL, *flags]
     done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=180)
@@ -382,7 +365,7 @@ def test_a_disk_that_others_fill_while_it_trains(here: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("out/metrics.jsonl cannot be written (No space left on device)") == 1
     assert "checkpoint-4 was not written" in done.stdout
-    [folder] = (here / "home").glob("oomb-out-*")
+    [folder] = (places / "home").glob("oomb-out-*")
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}" in done.stdout
     assert (folder / "model" / "model.safetensors").stat().st_size > 1_000_000
     assert events(folder) == ["start", *["step"] * 20, "end"]
@@ -458,7 +441,7 @@ def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_run_whose_output_finds_no_room_ends_as_any(here: Path) -> None:
+def test_a_run_whose_output_finds_no_room_ends_as_any(places: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
     # Only while it trains: a disk that is full before is told of.
     program = "import sys; from oomb import cli, progress\n"
@@ -473,9 +456,9 @@ def test_a_run_whose_output_finds_no_room_ends_as_any(here: Path) -> None:
 
 
 @pytest.mark.parametrize("on_hangup", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_run_outlives_its_terminal(here: Path, on_hangup: signal.Handlers) -> None:
+def test_a_run_outlives_its_terminal(places: Path, on_hangup: signal.Handlers) -> None:
     pytest.importorskip("pyte")
-    terminal = Terminal(here / "work", on_hangup)
+    terminal = Terminal(places / "work", on_hangup)
     try:
         terminal.train(*TOY, columns=100, lines=30, stops=[[1, "gradient", 2]])
         assert "at" in terminal.report()

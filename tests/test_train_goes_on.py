@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command import invoke
+from command import TOY_RUN, invoke
 from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
@@ -20,10 +20,7 @@ from oomb.train import outputs, timed
 from oomb.train.settings import Settings
 from oomb.train.timed import TimedCheckpoints
 
-TOY = [
-    "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "4", "--device", "cpu",
-    "--max_eval_samples", "0", "--sample_tokens", "0", "--no_report", "--output_dir", "out",
-]  # fmt: skip
+TOY = [*TOY_RUN, "--max_steps", "4"]
 
 
 @pytest.fixture
