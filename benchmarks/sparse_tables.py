@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_files import exists, load, steps
-
-from oomb import metrics
+from long_tables import long_steps
+from result_files import exists, load
 
 SPARSE = "sparse_qwen2.5-7b_{}.json"
 TRAINED = "train_sparse.json"
@@ -109,8 +108,7 @@ def sparse_summary() -> str:
             f"{row['peak_bytes'] / 2**30:.0f} GiB | {on_host} |"
         )
     lines += ["", beside_pages(report)]
-    for row in filled():
-        lines += ["", to_the_brim(row)]
+    lines += long_steps()
     return "\n".join(lines)
 
 
@@ -121,29 +119,6 @@ def beside_pages(report: dict[str, Any]) -> str:
         f"There is no optimizer: pages may take {report['settings']['gpu_memory']} of the GPU's memory "
         f"(`gpu_memory`; the default leaves room for AdamW), all else is by default. Pinning host memory, once in a "
         f"run, comes before: {longest['reserve_seconds']:.0f} s for {longest['context']:,} tokens."
-    )
-
-
-def filled() -> list[dict[str, Any]]:
-    """The step that fills both memories, as soon as it has been measured."""
-    rows = steps("curve_brim.json") if exists("curve_brim.json") else []
-    return [row for row in rows if row["problem"] is None]
-
-
-def to_the_brim(row: dict[str, Any]) -> str:
-    """The same in words."""
-    sizes = {name: value / 2**30 for name, value in row.items() if name.endswith("_bytes")}
-    return (
-        "With K, V and their gradients in 8 bits besides (`kv_dtype`, `grad_dtype`; "
-        "[limits](docs/limits.md#pages-in-8-bits)), both memories filled to the brim, a whole step with LoRA (forward, "
-        "backward, AdamW; rank 16 on all linear layers) on "
-        f"**{row['context']:,} tokens** takes {metrics.seconds(row['measured_seconds'])}, "
-        f"{sizes['measured_gpu_bytes']:.1f} GiB of GPU memory and {sizes['measured_host_bytes']:.1f} GiB of host "
-        f"memory; {sizes['loaded_bytes'] / 1024:.1f} TiB are moved in and {sizes['stored_bytes'] / 1024:.1f} out, for "
-        f"which the computation waits {row['waited_seconds']:.0f} s. `oomb plan` had said "
-        f"{metrics.seconds(row['predicted_seconds'])}, {sizes['predicted_gpu_bytes']:.1f} GiB and "
-        f"{sizes['predicted_host_bytes']:.1f} GiB. Pinning that memory, once in a run, takes "
-        f"{row['reserve_seconds']:.0f} s."
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import long_tables
 import result_files
 from result_files import exists, load, steps
-from sparse_tables import SPARSE, fidelity, filled, sparse_details, sparse_rows, sparse_summary
+from sparse_tables import SPARSE, fidelity, sparse_details, sparse_rows, sparse_summary
 
 from oomb import metrics
 
@@ -135,8 +136,8 @@ def headline() -> str:
         )
         + "".join(
             f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in "
-            f"{metrics.seconds(row['measured_seconds'])}**"
-            for row in filled()
+            f"{metrics.seconds(long_tables.seconds(row))}**"
+            for row in long_tables.measured(long_tables.LORA)
         )
         + " ([performance](#performance))."
     )
@@ -284,6 +285,8 @@ def main(check: bool) -> bool:
         ("docs/sparse.md", "sparse", sparse_details),
         ("docs/limits.md", "eight_bits", eight_bits),
         ("docs/finetune.md", "finetune", finetune),
+        ("docs/memory.md", "long", long_tables.memory),
+        ("docs/optimizer.md", "long", long_tables.optimizer),
     )
     for path, marker, make in blocks:
         text = (result_files.ROOT / path).read_text()

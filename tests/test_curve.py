@@ -50,6 +50,7 @@ def test_growth_is_held_to_what_was_asked_for(tmp_path: Path, more: int, exit_co
     contexts = [64 * KIB, 64 * KIB + 100_000]
     assert numbers["growth"] == {
         "mb_per_10_000_tokens": pytest.approx(more / 1e6), "asked": 5.0, "is_met": not exit_code, "contexts": contexts,
+        "from_the_shortest_on": pytest.approx(more / 1e6), "shortest": contexts[0],
     }  # fmt: skip
     points = [(point["context"], point["place"], point["file"]) for point in numbers["points"]]
     assert points == [*((context, "host-brim", "0.json") for context in contexts), (2**22, "brim", "1.json")]
@@ -57,6 +58,26 @@ def test_growth_is_held_to_what_was_asked_for(tmp_path: Path, more: int, exit_co
     assert longest["seconds"] == 513 and longest["ms_per_1_000_tokens"] == pytest.approx(513e6 / 2**22)
     assert longest["gpu_bytes"] == 2**36 and longest["host_bytes"] == 100 * 2**22
     assert numbers["machines"] == {"0.json": {"number": 0}, "1.json": {"number": 1}} and numbers["model"] == "any"
+
+
+def staged(context: int, gpu_bytes: int, num_bytes: int) -> dict[str, Any]:
+    terms = [{"name": "staging buffers", "num_bytes": num_bytes}, {"name": "weights", "num_bytes": 2**40}]
+    return row(context, gpu_bytes, terms=terms)
+
+
+def test_growth_is_counted_from_where_buffers_have_reached_their_size(tmp_path: Path) -> None:
+    short = staged(100_000, 0, 500)
+    host = [short, staged(200_000, 500_000_000, 990), staged(300_000, 520_000_000, 1000)]
+    result = call(tmp_path, host)
+    assert result.exit_code == 0, result.output
+    assert "on the host: 2.00 MB" in result.output
+    assert "from 200,000 tokens on" in result.output and "from 100,000 on: 26.00 MB" in result.output
+    growth = json.loads((tmp_path / "curve.json").read_text())["growth"]
+    assert growth["contexts"] == [200_000, 300_000] and growth["shortest"] == 100_000
+    assert growth["from_the_shortest_on"] == pytest.approx(26.0)
+    # Buffers of one size: all of it counts, and it is too much.
+    result = call(tmp_path, [staged(100_000, 0, 1000), *host[1:]])
+    assert result.exit_code == 1 and "26.00 MB" in result.output and "reached their size" not in result.output
 
 
 def test_points_are_marked_by_where_pages_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +97,14 @@ def test_points_are_marked_by_where_pages_lie(tmp_path: Path, monkeypatch: pytes
 
 
 def test_one_row_has_no_growth_and_unlike_files_no_curve(tmp_path: Path) -> None:
-    assert curve.growth([row(2**20, 1)]) is None
+    assert curve.growth([row(2**20, 1)]) is None and curve.settled([row(2**20, 1, "brim")]) == []
     assert call(tmp_path, [row(2**20, 1)]).exit_code == 0
     assert call(tmp_path, [row(2**20, 1)], [row(2**21, 1, case="full-8bit")]).exit_code == 2
 
 
 def test_pages_on_the_host_count_however_many_it_might_hold() -> None:
-    assert curve.growth([row(100_000, 0, "host"), row(200_000, 10_000_000, "host")]) == pytest.approx(1.0)
+    rows = [row(200_000, 10_000_000, "host"), row(150_000, 2**40, "brim"), row(100_000, 0, "host")]
+    assert curve.growth(curve.settled(rows)) == curve.growth(curve.offloaded(rows)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

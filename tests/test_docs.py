@@ -25,6 +25,7 @@ from trainings import Samples, arguments, logged, tiny_model
 
 import oomb
 from oomb import planner
+from oomb.advice import SPARE_HOST_BYTES
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
 
@@ -181,11 +182,28 @@ def test_the_plans_shown_fit(here: Path, page: str, count: int) -> None:
         assert run(command).rstrip().endswith("fits")
 
 
+def measured(name: str) -> dict[str, Any]:
+    """The one step of a file that was taken to its end."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    [row] = [row for row in rows if row["problem"] is None]
+    return row
+
+
 def test_figures_that_were_measured() -> None:
-    text = (DOCS / "howto_24gb.md").read_text()
-    [row] = json.loads((ROOT / "benchmarks" / "results" / "plan_check_24gib.json").read_text())["rows"]
-    gpu, host = (row[f"measured_{tier}_bytes"] / 2**30 for tier in ("gpu", "host"))
-    assert f"{row['context']:,} tokens took {gpu:.1f} GiB of it and {host:.0f} GiB on the\nhost" in text
+    text = " ".join((DOCS / "howto_24gb.md").read_text().split())
+    for name, digits, said in (
+        ("plan_check_24gib.json", 0, "{tokens} tokens, exact, took {gpu} GiB of it and {host} GiB on the host"),
+        ("plan_check_24gib_1m.json", 1, "8 bits](limits.md#pages-in-8-bits), {gpu} GiB and {host} GiB"),
+    ):
+        row = measured(name)
+        gpu, host = (row[f"measured_{tier}_bytes"] / 2**30 for tier in ("gpu", "host"))
+        figures = {"tokens": f"{row['context']:,}", "gpu": f"{gpu:.1f}", "host": f"{host:.{digits}f}"}
+        assert said.format(**figures) in text and figures["tokens"] in text
+    row = measured("plan_check_full.json")
+    states = next(term["num_bytes"] for term in row["terms"] if term["name"] == "optimizer states")
+    free = (row["settings"]["host_memory"] + SPARE_HOST_BYTES + states) / 2**30
+    said = " ".join((DOCS / "howto_full.md").read_text().split())
+    assert f"and {free:.0f} GiB of free host memory" in said and f"in 8 bits: {row['context']:,} tokens" in said
 
 
 def test_a_24_gb_card(here: Path) -> None:

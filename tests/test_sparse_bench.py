@@ -390,15 +390,6 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
 
     write("times", step(2**17, 18.0, **measured), step(2**17, 9.0, chunk_size=8192), step(2**20, problem="too large"))
     assert "| 131,072 | 18.0 s | 7,281 | 80 GiB |  |" in sparse_tables.sparse_summary()
-    sizes = dict.fromkeys(("measured_gpu_bytes", "measured_host_bytes", "loaded_bytes", "stored_bytes"), 2**37)
-    sizes |= {"predicted_gpu_bytes": 2**36, "predicted_host_bytes": 2**35}
-    times = {"measured_seconds": 791.0, "predicted_seconds": 703.0, "waited_seconds": 11.0, "reserve_seconds": 40.0}
-    row = {"context": 2**22, "problem": None, "layers": None, **sizes, **times}
-    others = [{**row, "context": 7, "problem": "stopped"}, {**row, "context": 8, "layers": 2}]
-    (tmp_path / "curve_brim.json").write_text(json.dumps({"rows": [*others, row]}))
-    [told] = [line for line in sparse_tables.sparse_summary().splitlines() if "to the brim" in line]
-    assert "**4,194,304 tokens** takes 13 m 11 s, 128.0 GiB of GPU memory" in told
-    assert "had said 11 m 43 s, 64.0 GiB and 32.0 GiB" in told
     details = sparse_tables.sparse_details()
     assert "| 131,072 | 6.0 s | 12.0 s | 18.0 s | 137 | 80.0 GiB | 0.0 GiB | 0, 0 GiB | 0.0 s |" in details
     assert "9.0 s" not in details and "too large" in details and "grows" not in details

@@ -300,27 +300,25 @@ def distance(actual: list[Step], expected: list[Step]) -> float:
     return (off / whole) ** 0.5
 
 
+ALIKE, FAR = 1e-5, 4e-3
+"""Distances of runs whose sums came in another order, 7e-8 to 1.4e-7 on an H200; and more than rounding makes of one.
+In about one of ten runs, wherever pages lie, such a difference flips a number that all before it depends on: 1.8e-3. A
+lost share of a gradient gives 1e-2 and more, and another kernel 6e-3."""
+
+
 @pytest.mark.gpu
 def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
-    """cuDNN's dQ does not repeat bit for bit: placements may differ as much as runs of one placement do, no more."""
+    """cuDNN's dQ does not repeat bit for bit: no placement may be further off than runs of one placement are."""
     model = wide_llama().bfloat16()
-    runs: list[list[Step]] = []
-
-    def noise(num_runs: int) -> float:
-        runs.extend(gpu_train(model, keep_attention=False) for _ in range(num_runs - len(runs)))
-        return max(distance(a, b) for a, b in itertools.combinations(runs, 2))
-
+    expected = [gpu_train(model, keep_attention=False) for _ in range(4)]
     for placement in GPU_PLACEMENTS[1:]:
-        moved = gpu_train(model, keep_attention=False, **placement)
-        # Few runs may be alike by luck: where they say that it is too far, more are asked.
-        for num_runs in (4, 16):
-            limit = 1.5 * noise(num_runs)
-            off = [distance(moved, run) for run in runs]
-            if min(off) <= limit:
-                break
-        else:
-            by_name = {name: float((g - runs[0][0][1][name]).abs().max()) for name, g in moved[0][1].items()}
-            pytest.fail(f"{placement}: {off} from runs that differ by {limit / 1.5}; most by parameter: {by_name}")
+        nearest = []
+        while not nearest or (nearest[-1] > ALIKE and len(nearest) < 8):
+            moved = gpu_train(model, keep_attention=False, **placement)
+            nearest.append(min(distance(moved, run) for run in expected))
+            by_name = {name: float((g - expected[0][0][1][name]).abs().max()) for name, g in moved[0][1].items()}
+            assert nearest[-1] < FAR, (placement, nearest, by_name)
+        assert nearest[-1] <= ALIKE, (placement, nearest, by_name)
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_layers": True}, {"keep_last_chunk": False}], ids=str)
