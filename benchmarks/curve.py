@@ -9,7 +9,7 @@ what they show beside it.
 
 Exit code 1 if GPU memory grows by more than was asked for where all pages lie on the host. Counted from where the
 staging buffers have reached their size: they hold as many pages as a chunk can choose, or all there are if those are
-fewer. What it is from the shortest context on is said beside it.
+fewer. What it is up to there is said beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from result_files import seconds, term_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -64,20 +65,14 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
                 )
     if not rows:
         raise ValueError(f"no step was measured in {', '.join(map(str, paths))}; no curve")
+    if len(ways := {row["place"] for row in rows.values() if row["place"] in OFFLOADED}) > 1:
+        raise ValueError(
+            f"all pages are on the host in {len(ways)} ways ({', '.join(sorted(ways))}), which is no curve"
+        )
     kinds = {tuple(row[name] for name in KIND) for row in rows.values()}
     if len(kinds) > 1:
         raise ValueError(f"these files are of different steps ({', '.join(KIND)}), no curve: {sorted(kinds, key=str)}")
     return sorted(rows.values(), key=lambda row: (row["place"] not in OFFLOADED, row["place"], row["context"]))
-
-
-def seconds(row: dict[str, Any]) -> float:
-    """Of a whole step, the optimizer's included."""
-    return row["measured_seconds"] + (row["optimizer_seconds"] or 0.0)
-
-
-def staging_bytes(row: dict[str, Any]) -> int:
-    """Buffers on the GPU, by the plan."""
-    return sum(term["num_bytes"] for term in row.get("terms") or () if term["name"] == "staging buffers")
 
 
 def offloaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,9 +81,18 @@ def offloaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def settled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of them whose staging buffers are as large as at the longest context."""
+    """Those of them from which growth is counted: their staging buffers are nearly as large as at the longest context.
+    All, if there would be too few."""
     mine = offloaded(rows)
-    return [row for row in mine if staging_bytes(row) >= SETTLED * staging_bytes(mine[-1])]
+    staged = [term_bytes(row, "staging buffers") for row in mine]
+    large = [row for row, num_bytes in zip(mine, staged, strict=True) if num_bytes >= SETTLED * staged[-1]]
+    return large if len(large) > 1 else mine
+
+
+def unsettled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those up to there, its first among them."""
+    mine, counted = offloaded(rows), settled(rows)
+    return mine[: len(mine) - len(counted) + 1]
 
 
 def growth(rows: list[dict[str, Any]]) -> float | None:
@@ -136,10 +140,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         label, color, marker = style(place)
         for axes, values in zip(panels, lines, strict=True):
             axes.plot(contexts, values, marker=marker, color=color, label=label)
+            axes.set_ylim(0, max(axes.get_ylim()[1], 1.12 * max(values)))
     for axes, name in zip(panels, ("ms per 1,000 tokens", "GPU memory, GiB", "host memory, GiB"), strict=True):
         axes.set_ylabel(name)
-        axes.margins(y=0.12)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     contexts = sorted({row["context"] for row in rows})
     panels[-1].set_xscale("log", base=2)
@@ -161,8 +164,10 @@ def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
             "asked": ASKED,
             "is_met": None if grown is None else grown <= ASKED,
             "contexts": [row["context"] for row in counted],
-            "from_the_shortest_on": growth(offloaded(rows)),
-            "shortest": min((row["context"] for row in offloaded(rows)), default=None),
+            "before": {
+                "mb_per_10_000_tokens": growth(unsettled(rows)),
+                "contexts": [row["context"] for row in unsettled(rows)],
+            },
         },
         "points": [
             {
@@ -173,6 +178,7 @@ def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
                 "ms_per_1_000_tokens": seconds(row) / row["context"] * 1e6,
                 "gpu_bytes": row["measured_gpu_bytes"],
                 "host_bytes": row["measured_host_bytes"],
+                "activation_bytes": term_bytes(row, "activations of a chunk"),
                 "file": row["file"],
             }
             for row in rows
@@ -194,18 +200,16 @@ def main(
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     console.print(table(rows))
-    counted, on_host = settled(rows), offloaded(rows)
-    grown, from_the_shortest = growth(counted), growth(on_host)
+    counted, before = settled(rows), unsettled(rows)
+    grown, sooner = growth(counted), growth(before)
     if grown is not None:
         verdict = "met" if grown <= ASKED else "NOT MET"
         console.print(
-            f"GPU memory per 10,000 tokens, all pages on the host: {grown:.2f} MB, asked for {ASKED}: {verdict}"
+            f"GPU memory per 10,000 tokens, all pages on the host, from {counted[0]['context']:,} to "
+            f"{counted[-1]['context']:,} tokens: {grown:.2f} MB, asked for {ASKED}: {verdict}"
         )
-    if from_the_shortest != grown:
-        console.print(
-            f"counted from {counted[0]['context']:,} tokens on, where staging buffers have reached their size; from "
-            f"{on_host[0]['context']:,} on: {from_the_shortest:.2f} MB"
-        )
+    if sooner is not None:
+        console.print(f"from {before[0]['context']:,} on, while staging buffers grow: {sooner:.2f} MB")
     plot(rows, out)
     numbers.write_text(json.dumps(record(rows, paths), indent=1) + "\n")
     console.print(f"drawn in {out}, in numbers in {numbers}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_files import exists, load, steps
+from result_files import exists, load, seconds, steps
 
 from oomb import metrics
+from oomb.advice import SPARE_HOST_BYTES
 
 LORA, FULL, SMALL = "curve_brim.json", "plan_check_full.json", "plan_check_24gib_1m.json"
-"""Steps of plan_check.py that fill both memories: with LoRA, with all weights, and with a GPU held to less."""
+"""Steps of plan_check.py that fill the GPU's memory: with LoRA, with all weights, and with a GPU held to less."""
 CURVE = "curve.json"
 OPTIMIZERS = {"adamw": "AdamW", "offloaded_adamw_8bit": "AdamW with states of 8 bits on the host"}
 
@@ -21,10 +22,6 @@ def measured(name: str) -> list[dict[str, Any]]:
         return []
     limit = load(name).get("limit")
     return [{**row, "limit": limit} for row in steps(name) if row["problem"] is None]
-
-
-def seconds(row: dict[str, Any]) -> float:
-    return row["measured_seconds"] + (row["optimizer_seconds"] or 0.0)
 
 
 def trained(row: dict[str, Any]) -> str:
@@ -39,15 +36,16 @@ def gib(num_bytes: float) -> str:
 
 
 def long_steps() -> list[str]:
-    """For the README: steps to the brim of both memories, a row each."""
+    """For the README: steps that fill the GPU's memory, a row each."""
     rows = [row for name in (LORA, FULL, SMALL) for row in measured(name)]
     if not rows:
         return []
     lines = [
         "",
         "With K, V and their gradients in 8 bits besides (`kv_dtype`, `grad_dtype`; "
-        "[limits](docs/limits.md#pages-in-8-bits)), both memories filled to the brim, whole steps: forward, backward "
-        "and optimizer. In brackets is what `oomb plan` had said before:",
+        "[limits](docs/limits.md#pages-in-8-bits)), all of the GPU's memory and as much of the host's as it takes, "
+        "whole steps: forward, backward and optimizer. In brackets is what `oomb plan` had said before, in time "
+        "without the optimizer:",
         "",
         "| trained | context | time | GPU, GiB | host, GiB | moved in, out | waited |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -64,8 +62,10 @@ def long_steps() -> list[str]:
         )
     pinning = [row["reserve_seconds"] for row in rows]
     notes = [
-        "LoRA is of rank 16 on all linear layers.",
-        f"Pinning host memory, once in a run, comes before and takes up to {max(pinning):.0f} s.",
+        "LoRA is of rank 16 on all linear layers. With all weights, layers are checkpointed and gradients summed in "
+        "bfloat16 (`checkpoint_layers`, `param_grad_dtype`). `gpu_memory` and `host_memory` allow all there is, on the "
+        f"host but {SPARE_HOST_BYTES >> 30} GiB; [the commands](benchmarks/results/README.md).",
+        f"Pinning host memory for pages, once in a run, comes before and takes up to {max(pinning):.0f} s.",
     ]
     if any(row["limit"] for row in rows):
         notes.append("A GPU that is held to less memory keeps its speed: a smaller card is slower.")
@@ -82,8 +82,8 @@ def memory() -> str:
     lines = [
         "## Measured",
         "",
-        f"Qwen2.5-7B shape on one {load(columns[0][0])['machine']['gpu']['name']}, pages in 8 bits, both memories "
-        "filled to the brim. What the plan counted, in GiB, and what was measured:",
+        f"Qwen2.5-7B shape on one {load(columns[0][0])['machine']['gpu']['name']}, chosen pages in 8 bits, with all "
+        "of the GPU's memory. What the plan counted, in GiB, and what was measured:",
         "",
         f"| | {' | '.join(f'{trained(row)}: {tokens}' for row, tokens in heads)} |",
         f"|---|{'---:|' * len(columns)}",
@@ -98,11 +98,13 @@ def memory() -> str:
         for kind in ("predicted", "measured"):
             cells = " | ".join(f"{row[f'{kind}_{tier}_bytes'] / 2**30:.2f}" for _, row in columns)
             lines.append(f"| **{name}, {kind}** | {cells} |")
-    lines.append(f"| step | {' | '.join(metrics.seconds(seconds(row)) for _, row in columns)} |")
-    lines.append(
-        f"| of it optimizer | {' | '.join(metrics.seconds(row['optimizer_seconds'] or 0.0) for _, row in columns)} |"
-    )
-    lines += [line for row in (steps(FULL) if exists(FULL) else []) for line in why_no_more(row)]
+    for name, values in (
+        ("time of the step", [metrics.seconds(seconds(row)) for _, row in columns]),
+        ("of it optimizer", [f"{row['optimizer_seconds'] or 0.0:.2f} s" for _, row in columns]),
+    ):
+        lines.append(f"| {name} | {' | '.join(values)} |")
+    if measured(FULL):
+        lines += [line for row in steps(FULL) for line in why_no_more(row)]
     if exists(CURVE):
         lines += ["", *curve()]
     return "\n".join(lines)
@@ -113,14 +115,15 @@ def why_no_more(row: dict[str, Any]) -> list[str]:
     refused = "predicted not to fit: "
     if not (row["problem"] or "").startswith(refused):
         return []
-    # "4,194,304 tokens do not fit: ... are there. (... are free); 3,792,896 tokens would"
+    # "4,194,304 tokens do not fit: ... are there. (... are free); 3,792,896 tokens would", the last only if any would
     why, _, reach = row["problem"].removeprefix(refused).rpartition(" (")
-    longest = reach.partition("; ")[2].removesuffix(" would")
-    return [
-        "",
-        f"With all weights no more fits, by the plan: {why} The memory of the host is what is free beside the "
-        f"optimizer's states, but for 4 GiB. {longest} would fit.",
-    ]
+    said = (
+        f"With all weights, the plan says: {why} That is what is free beside the optimizer's states, but for "
+        f"{SPARE_HOST_BYTES >> 30} GiB."
+    )
+    if longest := reach.partition("; ")[2].removesuffix(" would"):
+        said += f" By the plan {longest} are the most."
+    return ["", said]
 
 
 def curve() -> list[str]:
@@ -132,14 +135,20 @@ def curve() -> list[str]:
         return lines
     first, last = growth["contexts"][0], growth["contexts"][-1]
     said = (
-        f"With all pages on the host, GPU memory grows by {growth['mb_per_10_000_tokens']:.1f} MB per 10,000 tokens "
-        f"from {first:,} to {last:,} tokens."
+        f"With LoRA and all pages on the host, GPU memory grows by {growth['mb_per_10_000_tokens']:.1f} MB per 10,000 "
+        f"tokens from {first:,} to {last:,} tokens (asked for: at most {growth['asked']:g})."
     )
-    if growth["shortest"] < first:
+    if (sooner := growth["before"])["mb_per_10_000_tokens"] is not None:
         said += (
-            " In shorter contexts the staging buffers are smaller: they hold as many pages as a chunk can choose, and "
-            f"there are fewer. With their growth it is {growth['from_the_shortest_on']:.1f} MB from "
-            f"{growth['shortest']:,} tokens on."
+            f" From {sooner['contexts'][0]:,} to {first:,} it grows by {sooner['mb_per_10_000_tokens']:.0f} MB: the "
+            "staging buffers have room for all pages that a chunk can choose, and as long as the context has no more "
+            "than those, they grow with it."
+        )
+    kept, least = (pick(point["activation_bytes"] for point in report["points"]) for pick in (max, min))
+    if least < kept / 2:
+        said += (
+            f" Where pages leave them no room, layers are checkpointed: the activations of a chunk take {gib(least)} "
+            f"GiB and not {gib(kept)}, and are computed once more."
         )
     return [*lines, "", said]
 
@@ -147,8 +156,9 @@ def curve() -> list[str]:
 def optimizer() -> str:
     """For docs/optimizer.md: the one step of its that was timed."""
     return "".join(
-        f"Measured on an {load(FULL)['machine']['gpu']['name']} whose memory is filled to the brim, "
-        f"{OPTIMIZERS[row['optimizer']]}: {row['optimizer_seconds']:.1f} s, after a step of "
-        f"{metrics.seconds(row['measured_seconds'])} on {row['context']:,} tokens."
+        f"Measured is one step, {OPTIMIZERS[row['optimizer']]}, of all weights of Qwen2.5-7B on an "
+        f"{load(FULL)['machine']['gpu']['name']} whose memory is full: {row['optimizer_seconds']:.1f} s, many times "
+        f"that of the link. Forward and backward before it took {metrics.seconds(row['measured_seconds'])}, on "
+        f"{row['context']:,} tokens."
         for row in measured(FULL)
     )

@@ -136,7 +136,7 @@ def headline() -> str:
         )
         + "".join(
             f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in "
-            f"{metrics.seconds(long_tables.seconds(row))}**"
+            f"{metrics.seconds(result_files.seconds(row))}**"
             for row in long_tables.measured(long_tables.LORA)
         )
         + " ([performance](#performance))."

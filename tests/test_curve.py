@@ -50,7 +50,7 @@ def test_growth_is_held_to_what_was_asked_for(tmp_path: Path, more: int, exit_co
     contexts = [64 * KIB, 64 * KIB + 100_000]
     assert numbers["growth"] == {
         "mb_per_10_000_tokens": pytest.approx(more / 1e6), "asked": 5.0, "is_met": not exit_code, "contexts": contexts,
-        "from_the_shortest_on": pytest.approx(more / 1e6), "shortest": contexts[0],
+        "before": {"mb_per_10_000_tokens": None, "contexts": contexts[:1]},
     }  # fmt: skip
     points = [(point["context"], point["place"], point["file"]) for point in numbers["points"]]
     assert points == [*((context, "host-brim", "0.json") for context in contexts), (2**22, "brim", "1.json")]
@@ -61,23 +61,34 @@ def test_growth_is_held_to_what_was_asked_for(tmp_path: Path, more: int, exit_co
 
 
 def staged(context: int, gpu_bytes: int, num_bytes: int) -> dict[str, Any]:
-    terms = [{"name": "staging buffers", "num_bytes": num_bytes}, {"name": "weights", "num_bytes": 2**40}]
+    terms = [{"name": "staging buffers", "num_bytes": num_bytes}, {"name": "activations of a chunk", "num_bytes": 7}]
     return row(context, gpu_bytes, terms=terms)
 
 
 def test_growth_is_counted_from_where_buffers_have_reached_their_size(tmp_path: Path) -> None:
-    short = staged(100_000, 0, 500)
-    host = [short, staged(200_000, 500_000_000, 990), staged(300_000, 520_000_000, 1000)]
+    host = [staged(100_000, 0, 940), staged(200_000, 500_000_000, 960), staged(300_000, 520_000_000, 1000)]
     result = call(tmp_path, host)
     assert result.exit_code == 0, result.output
-    assert "on the host: 2.00 MB" in result.output
-    assert "from 200,000 tokens on" in result.output and "from 100,000 on: 26.00 MB" in result.output
-    growth = json.loads((tmp_path / "curve.json").read_text())["growth"]
-    assert growth["contexts"] == [200_000, 300_000] and growth["shortest"] == 100_000
-    assert growth["from_the_shortest_on"] == pytest.approx(26.0)
-    # Buffers of one size: all of it counts, and it is too much.
-    result = call(tmp_path, [staged(100_000, 0, 1000), *host[1:]])
-    assert result.exit_code == 1 and "26.00 MB" in result.output and "reached their size" not in result.output
+    assert "from 200,000 to 300,000 tokens: 2.00 MB" in result.output
+    assert "from 100,000 on, while staging buffers grow: 50.00 MB" in result.output
+    numbers = json.loads((tmp_path / "curve.json").read_text())
+    assert numbers["growth"]["contexts"] == [200_000, 300_000] and numbers["growth"]["is_met"]
+    assert numbers["growth"]["before"] == {"mb_per_10_000_tokens": 50.0, "contexts": [100_000, 200_000]}
+    assert numbers["points"][0]["activation_bytes"] == 7
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 400], ids=["of one size", "still growing at the end"])
+def test_growth_is_counted_from_the_start_where_buffers_say_nothing(tmp_path: Path, num_bytes: int) -> None:
+    host = [staged(100_000, 0, num_bytes), staged(200_000, 500_000_000, num_bytes), staged(300_000, 520_000_000, 1000)]
+    result = call(tmp_path, host)
+    assert result.exit_code == 1 and "from 100,000 to 300,000 tokens: 26.00 MB" in result.output
+    assert "while staging buffers grow" not in result.output
+
+
+def test_the_committed_numbers_are_those_of_the_files() -> None:
+    files = [curve.RESULTS / path.name for path in curve.FILES]
+    numbers = json.loads((curve.RESULTS / "curve.json").read_text())
+    assert numbers == json.loads(json.dumps(curve.record(curve.read(files), files)))
 
 
 def test_points_are_marked_by_where_pages_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +124,9 @@ def test_pages_on_the_host_count_however_many_it_might_hold() -> None:
         (([row(2**20, 1)], [row(2**20, 2)]), "host-brim at 1,048,576 tokens is in 0.json and in 1.json"),
         (([row(2**20, 1)], [row(2**21, 1, layers=2)]), "different steps"),
         (([row(2**20, 1, problem="stopped while taking the step")],), "no step was measured"),
+        (([row(2**20, 1), row(2**20, 1, "host")],), "2 ways (host, host-brim)"),
     ],
-    ids=["twice", "a rehearsal among whole steps", "nothing"],
+    ids=["twice", "a rehearsal among whole steps", "nothing", "two ways"],
 )
 def test_what_makes_no_curve_is_refused(tmp_path: Path, reports: tuple[list[dict[str, Any]], ...], said: str) -> None:
     result = call(tmp_path, *reports)

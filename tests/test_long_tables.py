@@ -76,32 +76,36 @@ def test_a_row_for_each_step_with_what_was_predicted(folder: Path) -> None:
 
 
 def test_what_fills_the_memories_and_why_no_more_fits(folder: Path) -> None:
-    write(folder / long_tables.LORA, row())
-    assert "no more fits" not in long_tables.memory() and "curve" not in long_tables.memory()
+    write(folder / long_tables.LORA, row(optimizer_seconds=0.013))
+    write(folder / long_tables.FULL, full(problem=REFUSED, context=2**22))
+    assert "the plan says" not in long_tables.memory() and "curve" not in long_tables.memory()
     write(folder / long_tables.FULL, full(problem=REFUSED, context=2**22), full())
     text = long_tables.memory()
     assert "on one GPU X," in text
     assert "| on the GPU: weights | 14.00 |  |" in text and "| on the host: optimizer states |  | 15.00 |" in text
     assert "| **on the host, predicted** | 32.00 | 32.00 |" in text
-    assert "| **on the GPU, measured** | 128.00 | 128.00 |" in text and "| of it optimizer | 1.0 s | 5.0 s |" in text
-    assert "by the plan: 4,194,304 tokens do not fit: pages take 9 GiB (or so), and 8 GiB are there. The" in text
-    assert text.endswith("3,001,000 tokens would fit.")
-    assert long_tables.optimizer().endswith("on the host: 5.0 s, after a step of 13 m 10 s on 3,000,000 tokens.")
+    assert "| **on the GPU, measured** | 128.00 | 128.00 |" in text and "| of it optimizer | 0.01 s | 5.00 s |" in text
+    assert "the plan says: 4,194,304 tokens do not fit: pages take 9 GiB (or so), and 8 GiB are there. That" in text
+    assert text.endswith("but for 4 GiB. By the plan 3,001,000 tokens are the most.")
+    write(folder / long_tables.FULL, full(problem=REFUSED.partition("; ")[0], context=2**22), full())
+    assert long_tables.memory().endswith(
+        "are there. That is what is free beside the optimizer's states, but for 4 GiB."
+    )
+    said = long_tables.optimizer()
+    assert "memory is full: 5.0 s," in said and said.endswith("before it took 13 m 10 s, on 3,000,000 tokens.")
 
 
-@pytest.mark.parametrize("shortest", [100_000, 200_000])
-def test_growth_is_told_with_that_of_the_buffers(folder: Path, shortest: int) -> None:
-    growth = {
-        "mb_per_10_000_tokens": 2.0,
-        "contexts": [200_000, 300_000],
-        "from_the_shortest_on": 26.0,
-        "shortest": shortest,
-    }
-    (folder / "curve.json").write_text(json.dumps({"growth": growth}))
+@pytest.mark.parametrize(("sooner", "activation_bytes"), [(105.0, 1.5 * GIB), (None, 18 * GIB)])
+def test_growth_is_told_with_that_of_the_buffers(folder: Path, sooner: float | None, activation_bytes: float) -> None:
+    before = {"mb_per_10_000_tokens": sooner, "contexts": [100_000, 200_000]}
+    growth = {"mb_per_10_000_tokens": 2.0, "contexts": [200_000, 300_000], "asked": 5.0, "before": before}
+    points = [{"activation_bytes": num_bytes} for num_bytes in (18 * GIB, activation_bytes)]
+    (folder / "curve.json").write_text(json.dumps({"growth": growth, "points": points}))
     write(folder / long_tables.LORA, row())
     text = long_tables.memory()
     assert "(../benchmarks/results/curve.png)" in text
-    assert "grows by 2.0 MB per 10,000 tokens from 200,000 to 300,000 tokens." in text
-    assert ("it is 26.0 MB from 100,000 tokens on." in text) == (shortest == 100_000)
+    assert "grows by 2.0 MB per 10,000 tokens from 200,000 to 300,000 tokens (asked for: at most 5)." in text
+    assert ("From 100,000 to 200,000 it grows by 105 MB" in text) == (sooner is not None)
+    assert ("take 1.5 GiB and not 18.0" in text) == (activation_bytes < 2 * GIB)
     (folder / "curve.json").write_text(json.dumps({"growth": {"mb_per_10_000_tokens": None}}))
     assert "grows by" not in long_tables.memory()

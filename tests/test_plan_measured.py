@@ -74,31 +74,33 @@ def test_memory_and_time_of_the_committed_results(name: str) -> None:
             assert plan.seconds == pytest.approx(row["measured_seconds"], rel=0.05 if lora else 0.1)
 
 
-# Whole steps with pages in 8 bits, all with settings of their own, and how much too low the time is at the most.
 EIGHT_BITS = {
-    "curve_brim.json": 0.12,
-    "curve_host.json": 0.18,
-    "plan_check_full.json": 0.12,
-    "plan_check_24gib_1m.json": 0.24,
+    ("curve_brim.json", "plan_check_full.json"): "by {least:.0%} to {most:.0%} for the two steps",
+    ("curve_host.json",): "{least:.0%} to {most:.0%} for those with all pages on the host",
+    ("plan_check_24gib_1m.json",): "and {most:.0%} on a GPU held to 24 GiB",
 }
+"""Whole steps with pages in 8 bits, and how docs/plan.md says how much too low their times are."""
 
 
-@pytest.mark.parametrize("name", EIGHT_BITS)
-def test_whole_steps_with_pages_in_8_bits(name: str) -> None:
-    """In memory as near as docs/plan.md says, and in time as far off."""
-    report = json.loads((RESULTS / name).read_text())
-    gpu_bytes = parse_bytes(report["limit"]) if report["limit"] else H200.gpu_bytes
-    machine = replace(H200, gpu_bytes=gpu_bytes, host_bytes=125 * GIB)
-    rows = [row for row in report["rows"] if row["problem"] is None]
-    assert rows
-    for row in rows:
-        facts = replace(facts_for(report["model"], lora="lora" in row["case"]), has_wide_adapters=False)
-        config = Config(**row["settings"])
-        plan = forecast(facts, config, machine, length=row["context"], optimizer=row["optimizer"])
-        assert plan.fits
-        assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.01)
-        assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.01)
-        assert -EIGHT_BITS[name] <= plan.seconds / row["measured_seconds"] - 1 <= 0
+@pytest.mark.parametrize("names", EIGHT_BITS, ids=lambda names: names[0])
+def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
+    """In memory near, and in time as far off as the document says."""
+    off = []
+    for report in (json.loads((RESULTS / name).read_text()) for name in names):
+        gpu_bytes = parse_bytes(report["limit"]) if report["limit"] else H200.gpu_bytes
+        machine = replace(H200, gpu_bytes=gpu_bytes, host_bytes=125 * GIB)
+        for row in report["rows"]:
+            if row["problem"] is not None:
+                continue
+            facts = replace(facts_for(report["model"], lora="lora" in row["case"]), has_wide_adapters=False)
+            config = Config(**row["settings"])
+            plan = forecast(facts, config, machine, length=row["context"], optimizer=row["optimizer"])
+            assert plan.fits
+            assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.01)
+            assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.01)
+            off.append(1 - plan.seconds / row["measured_seconds"])
+    text = " ".join((RESULTS.parents[1] / "docs" / "plan.md").read_text().split())
+    assert EIGHT_BITS[names].format(least=min(off), most=max(off)) in text
 
 
 # Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept

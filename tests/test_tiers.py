@@ -301,24 +301,22 @@ def distance(actual: list[Step], expected: list[Step]) -> float:
 
 
 ALIKE, FAR = 1e-5, 4e-3
-"""Distances of runs whose sums came in another order, 7e-8 to 1.4e-7 on an H200; and more than rounding makes of one.
-In about one of ten runs, wherever pages lie, such a difference flips a number that all before it depends on: 1.8e-3. A
-lost share of a gradient gives 1e-2 and more, and another kernel 6e-3."""
+"""On an H200 most runs are alike: sums come in another order, which makes 7e-8 to 1.4e-7. About one in ten lies 1.8e-3
+away, wherever pages lie: there a rounding fell the other way early on. Another kernel gives 6e-3, a lost share of a
+gradient 1e-2 and more."""
 
 
 @pytest.mark.gpu
 def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
-    """cuDNN's dQ does not repeat bit for bit: no placement may be further off than runs of one placement are."""
+    """cuDNN's dQ does not repeat bit for bit: placements may differ as runs of one placement do, no more."""
     model = wide_llama().bfloat16()
     expected = [gpu_train(model, keep_attention=False) for _ in range(4)]
+    own = [distance(a, b) for a, b in itertools.combinations(expected, 2)]
+    assert min(own) <= ALIKE and max(own) < FAR, f"this GPU's own noise is another: {own}"
     for placement in GPU_PLACEMENTS[1:]:
-        nearest = []
-        while not nearest or (nearest[-1] > ALIKE and len(nearest) < 8):
-            moved = gpu_train(model, keep_attention=False, **placement)
-            nearest.append(min(distance(moved, run) for run in expected))
-            by_name = {name: float((g - expected[0][0][1][name]).abs().max()) for name, g in moved[0][1].items()}
-            assert nearest[-1] < FAR, (placement, nearest, by_name)
-        assert nearest[-1] <= ALIKE, (placement, nearest, by_name)
+        runs = [gpu_train(model, keep_attention=False, **placement) for _ in range(6)]
+        off = [min(distance(run, one) for one in expected) for run in runs]
+        assert max(off) < FAR and sum(d <= ALIKE for d in off) >= 3, (placement, off)
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_layers": True}, {"keep_last_chunk": False}], ids=str)
