@@ -34,7 +34,7 @@ OFFLOADED = ("host", "host-brim")
 STYLES = {
     "host-brim": ("all pages on the host", "tab:blue", "o"),
     "host": ("all pages on the host, as many as the plan allows", "tab:green", "^"),
-    "brim": ("both tiers to the brim", "tab:orange", "s"),
+    "brim": ("as many on the GPU as fit, the rest on the host", "tab:orange", "s"),
     "gpu": ("all pages on the GPU", "tab:red", "D"),
 }
 """By place: what it is called, its colour and its marker."""

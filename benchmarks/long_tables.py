@@ -74,7 +74,7 @@ def long_steps() -> list[str]:
 
 
 def memory() -> str:
-    """For docs/memory.md: what fills both memories, why no more fits, and the curve over the context."""
+    """For docs/memory.md: what takes the memory, why no more fits, and the curve over the context."""
     columns = [(name, row) for name in (LORA, FULL) for row in measured(name)]
     if not columns:
         return ""
@@ -136,7 +136,7 @@ def curve() -> list[str]:
     first, last = growth["contexts"][0], growth["contexts"][-1]
     said = (
         f"With LoRA and all pages on the host, GPU memory grows by {growth['mb_per_10_000_tokens']:.1f} MB per 10,000 "
-        f"tokens from {first:,} to {last:,} tokens (asked for: at most {growth['asked']:g})."
+        f"tokens from {first:,} to {last:,} tokens."
     )
     if (sooner := growth["before"])["mb_per_10_000_tokens"] is not None:
         said += (

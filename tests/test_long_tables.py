@@ -98,13 +98,13 @@ def test_what_fills_the_memories_and_why_no_more_fits(folder: Path) -> None:
 @pytest.mark.parametrize(("sooner", "activation_bytes"), [(105.0, 1.5 * GIB), (None, 18 * GIB)])
 def test_growth_is_told_with_that_of_the_buffers(folder: Path, sooner: float | None, activation_bytes: float) -> None:
     before = {"mb_per_10_000_tokens": sooner, "contexts": [100_000, 200_000]}
-    growth = {"mb_per_10_000_tokens": 2.0, "contexts": [200_000, 300_000], "asked": 5.0, "before": before}
+    growth = {"mb_per_10_000_tokens": 2.0, "contexts": [200_000, 300_000], "before": before}
     points = [{"activation_bytes": num_bytes} for num_bytes in (18 * GIB, activation_bytes)]
     (folder / "curve.json").write_text(json.dumps({"growth": growth, "points": points}))
     write(folder / long_tables.LORA, row())
     text = long_tables.memory()
     assert "(../benchmarks/results/curve.png)" in text
-    assert "grows by 2.0 MB per 10,000 tokens from 200,000 to 300,000 tokens (asked for: at most 5)." in text
+    assert "grows by 2.0 MB per 10,000 tokens from 200,000 to 300,000 tokens." in text
     assert ("From 100,000 to 200,000 it grows by 105 MB" in text) == (sooner is not None)
     assert ("take 1.5 GiB and not 18.0" in text) == (activation_bytes < 2 * GIB)
     (folder / "curve.json").write_text(json.dumps({"growth": {"mb_per_10_000_tokens": None}}))
