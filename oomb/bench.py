@@ -26,7 +26,7 @@ from oomb.config import Config
 from oomb.engine import Engine
 from oomb.forecast import PEAK_TFLOPS
 from oomb.loss import IGNORED, TiledHead
-from oomb.model import CausalLM
+from oomb.model import CausalLM, switch_checkpointing
 from oomb.presets import autocast_for, load_model, with_lora
 
 MODES = ("oomb", "standard")
@@ -209,7 +209,7 @@ class StandardStep:
         num_counted = ids.shape[1] - 1
         was_training = self.network.training
         self.network.train()
-        self.model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        switch_checkpointing(self.model.lm, on=True)
         try:
             with sdpa_kernel(FASTEST_FIRST, set_priority=True):
                 hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
@@ -217,7 +217,7 @@ class StandardStep:
                 dhidden = self.head.backward(hidden, targets, torch.full_like(logp, -1 / num_counted))
                 hidden.backward(dhidden)
         finally:
-            self.model.lm.gradient_checkpointing_disable()
+            switch_checkpointing(self.model.lm, on=False)
             self.network.train(was_training)
         return -logp.sum() / num_counted
 

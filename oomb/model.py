@@ -296,6 +296,18 @@ def callers_autocast(device_type: str) -> torch.autocast:
     )
 
 
+def is_checkpointing(model: nn.Module) -> bool:
+    """Whether a layer recomputes itself in the backward because the model's own switch says so."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def switch_checkpointing(model: nn.Module, *, on: bool) -> None:
+    """That switch. Releases of transformers call it activation checkpointing or gradient checkpointing."""
+    end = "enable" if on else "disable"
+    name = f"activation_checkpointing_{end}"
+    getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{end}")()
+
+
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     count = lm.config.get_text_config(decoder=True).num_hidden_layers
     for module in getattr(lm, lm.base_model_prefix).modules():
@@ -362,7 +374,8 @@ def _append_last(total_length: int, rotary: nn.Module, args: tuple[Any, ...], kw
     for field in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
         setattr(rotary, field, rotary.original_max_seq_len)
     for field in [name for name in (*vars(rotary), *rotary._buffers) if name.endswith("original_inv_freq")]:
-        frequencies = getattr(rotary, field).to(position_ids.device)
+        # A copy: some releases of transformers write the frequencies of long sequences into the tensor they find.
+        frequencies = getattr(rotary, field).to(position_ids.device, copy=True)
         setattr(rotary, field.removesuffix("original_inv_freq") + "inv_freq", frequencies)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": position_ids}

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from oomb.config import OFFLOADED_STATES, Config, parse_optim_args
 from oomb.engine import Engine
 from oomb.loss import IGNORED
+from oomb.model import is_checkpointing, switch_checkpointing
 from oomb.optim import OffloadedAdamW
 from oomb.resuming import AtomicCheckpoints
 
@@ -87,8 +88,8 @@ class Trainer(AtomicCheckpoints):
         """The engine of the current model. `model_init` makes a new model for each run, and so a new engine."""
         model_and_device = self.model, next(self.model.parameters()).device
         if self._engine is None or self._engine_of != model_and_device:
-            if getattr(self.model, "is_gradient_checkpointing", False):
-                self.model.gradient_checkpointing_disable()
+            if is_checkpointing(self.model):
+                switch_checkpointing(self.model, on=False)
                 _warn_of_checkpointing("The model has gradient checkpointing enabled")
             self._engine = Engine(self.model, self.engine_config)
             self._engine.budget.has_states_on_host = self._has_states_on_host
@@ -218,12 +219,22 @@ def _refuse_arguments(args: TrainingArguments) -> None:
 
 def _take_over(args: TrainingArguments) -> None:
     """Switches off what the engine does itself."""
-    if args.gradient_checkpointing:
-        args.gradient_checkpointing = False
-        _warn_of_checkpointing("TrainingArguments has gradient_checkpointing=True")
+    if without_checkpointing(args):
+        _warn_of_checkpointing("TrainingArguments asks for gradient checkpointing, or activation checkpointing")
     if args.n_gpu > 1:
         # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
         args._n_gpu = 1
+
+
+def without_checkpointing(args: Any) -> bool:
+    """Takes the request for checkpointing out of training arguments. Returns whether there was one."""
+    # Releases of transformers have the second name alone, or both for the same thing.
+    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)]
+    asked = any(getattr(args, name) for name in names)
+    for name in names:
+        setattr(args, name, False)
+        setattr(args, f"{name}_kwargs", None)
+    return asked
 
 
 def _warn_of_checkpointing(what: str) -> None:

@@ -25,7 +25,7 @@ from oomb.documents import Given
 from oomb.engine import Engine
 from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
 from oomb.refusals import unwrap
-from oomb.trainer import Trainer, layout_of, unknown_inputs
+from oomb.trainer import Trainer, layout_of, unknown_inputs, without_checkpointing
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""
@@ -369,8 +369,7 @@ def _router_loss_text(weight: float) -> str:
 
 def _switch_off(args: Any) -> None:
     """What the engine does itself. TRL's configs ask for gradient checkpointing by default, so that is no news."""
-    args.gradient_checkpointing = False
-    args.gradient_checkpointing_kwargs = None
+    without_checkpointing(args)
     if getattr(args, "activation_offloading", False):
         args.activation_offloading = False
         warnings.warn(

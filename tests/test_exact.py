@@ -93,9 +93,14 @@ def test_length_dependent_rope_forgets_the_previous_sequence(name: str) -> None:
     engine = oomb.Engine(model, oomb.Config(chunk_size=CHUNK))
     long_ids, short_ids = random_ids(1, LENGTH), random_ids(1, 13)
     expected = {ids: whole_loss(copy.deepcopy(model), ids).item() for ids in (long_ids, short_ids)}
+    rotary = model.model.rotary_emb
+    original = rotary.original_inv_freq.clone()
     for ids in (long_ids, short_ids, long_ids):
         with torch.no_grad():
             assert engine.loss(ids).item() == pytest.approx(expected[ids], rel=1e-6)
+        # Nor is the model itself another one afterwards.
+        assert torch.equal(rotary.original_inv_freq, original)
+        assert whole_loss(model, ids).item() == pytest.approx(expected[ids], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,6 +11,8 @@ from checks import TOLERANCE, backward_gradients, engine_for, with_dropout
 from families import LENGTH, assert_same_gradients, build, random_ids, relative_error, whole_gradients
 from torch import Tensor, nn
 
+from oomb.model import switch_checkpointing
+
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 
@@ -55,7 +57,7 @@ def assert_same_snapshot(actual: dict[str, Any], expected: dict[str, Any]) -> No
 def test_model_is_left_as_found(kind: str, checkpoint_layers: bool) -> None:
     model = with_dropout("lora") if kind == "lora" else build("llama" if kind == "checkpointing" else kind)
     if kind == "checkpointing":
-        model.gradient_checkpointing_enable()
+        switch_checkpointing(model, on=True)
     base = model.get_base_model() if kind == "lora" else model
     ids = random_ids(2, LENGTH)
     before = snapshot(base)
@@ -73,7 +75,7 @@ def test_model_is_left_as_found(kind: str, checkpoint_layers: bool) -> None:
 def test_gradient_checkpointing_of_the_model_is_no_obstacle(model: Any) -> None:
     ids = random_ids(2, LENGTH)
     expected_loss, expected = whole_gradients(model, ids)
-    model.gradient_checkpointing_enable()
+    switch_checkpointing(model, on=True)
     loss = engine_for(model).loss(ids)
     assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)

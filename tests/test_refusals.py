@@ -53,7 +53,7 @@ STATEFUL: dict[str, tuple[dict[str, Any], str]] = {
         {"num_local_experts": 2, "layer_types": ["full_attention", "linear_attention"]},
         r"layer 1 of MiniMax.*linear_attention",
     ),
-    "recurrent_gemma": ({"num_hidden_layers": 3}, r"RecurrentGemma\w*.*state"),
+    "recurrent_gemma": ({"num_hidden_layers": 3}, r"RecurrentGemma\w*.*(state|linear_attention)"),
     "rwkv": ({}, r"Rwkv\w*.*state"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ import pytest
 import torch
 import transformers
 from trainings import CHUNKED, VOCAB, Samples, arguments, logged, quick_collection, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import oomb
 from oomb import budget
+from oomb.model import is_checkpointing, switch_checkpointing
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
@@ -184,20 +192,33 @@ def test_checkpoints_resume_and_callbacks_run(tmp_path: Path) -> None:
     assert_same_weights(whole.model, resumed.model, tolerance=1e-5)
 
 
-def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path, name: str) -> None:
+    if not hasattr(TrainingArguments, name):
+        pytest.skip(f"this transformers has no {name}")
+    asked = arguments(tmp_path, **{name: True, f"{name}_kwargs": {"use_reentrant": True}})
     with pytest.warns(UserWarning, match="checkpoint_layers=True"):
-        trainer = oomb.Trainer(
-            tiny_model(), arguments(tmp_path, gradient_checkpointing=True), train_dataset=Samples(8, 41)
-        )
-    assert not trainer.args.gradient_checkpointing
+        trainer = oomb.Trainer(tiny_model(), asked, train_dataset=Samples(8, 41))
+    assert not getattr(trainer.args, name)
     trainer.train()
-    assert not trainer.model.is_gradient_checkpointing
+    assert not is_checkpointing(trainer.model)
 
+
+def test_checkpointing_of_the_model_is_taken_over_with_a_message(tmp_path: Path) -> None:
     model = tiny_model()
-    model.gradient_checkpointing_enable()
+    switch_checkpointing(model, on=True)
+    assert is_checkpointing(model)
     with pytest.warns(UserWarning, match="switched off"):
         oomb.Trainer(model, arguments(tmp_path))
-    assert not model.is_gradient_checkpointing
+    assert not is_checkpointing(model)
+
+
+def test_a_trainer_that_is_asked_for_nothing_warns_of_nothing(tmp_path: Path) -> None:
+    """Names that a release of transformers has given up would be warned of in every run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), train_dataset=Samples(8, 41))
+        trainer.train()
 
 
 @pytest.mark.parametrize(

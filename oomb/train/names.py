@@ -24,6 +24,8 @@ _EVAL_BATCH = "is not there: held-out windows are computed --per_device_train_ba
 _CHECKPOINTS = "is not there: --save_steps and --save_minutes say when checkpoints are written"
 
 REMEDIES = {
+    "activation_checkpointing": _RECOMPUTED,
+    "activation_checkpointing_kwargs": _RECOMPUTED,
     "gradient_checkpointing": _RECOMPUTED,
     "gradient_checkpointing_kwargs": _RECOMPUTED,
     "fp16": "is not there: use --bf16, mixed precision in bfloat16",
