@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Any torch the package accepts will do; this is the one the tests were run with.
 TORCH ?= torch==2.13.0
+# The same of other packages. CONSTRAINTS= takes the newest that the package accepts.
+CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 2
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
@@ -18,14 +20,15 @@ STAMP := $(VENV)/.oomb-setup
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "oomb needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): installing $(TORCH), several minutes the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@echo "setting up $(VENV): installing oomb, transformers and what the tests need"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "$(TORCH)" \
+		$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 	@touch $@
 
 demo: setup

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import oomb
@@ -24,6 +25,7 @@ from oomb import cli, presets
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "oomb"
+CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Lower layers never import higher ones, nor one another within a layer (the package `attention` counts as one module).
@@ -360,8 +362,27 @@ def test_ci_runs_the_tests() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
+    assert CONSTRAINTS.relative_to(ROOT).as_posix() in makefile
     for target in ("setup", "demo", "test", "lint", "bench"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_the_tests_run_with_releases_that_the_package_takes() -> None:
+    pinned = [Requirement(line) for line in CONSTRAINTS.read_text().splitlines() if not line.startswith("#")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    ranges = [Requirement(text) for text in (*project["dependencies"], *(one for extra in extras for one in extra))]
+    taken = {one.name: one.specifier for one in ranges}
+    for one in pinned:
+        [exact] = one.specifier
+        assert exact.operator == "=="
+        # tokenizers comes with transformers, which says what range of it.
+        assert one.name == "tokenizers" or exact.version in taken[one.name], one
+    [transformers] = [one for one in pinned if one.name == "transformers"]
+    versions = re.search(r"transformers (\S+) and (\S+), those", (ROOT / "docs" / "limits.md").read_text())
+    assert versions is not None
+    assert str(transformers.specifier) == f"=={versions[2]}"
+    assert f">={versions[1].removesuffix('.0')}" in str(taken["transformers"]).split(",")
 
 
 @pytest.mark.slow

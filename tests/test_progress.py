@@ -74,11 +74,13 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     opened.close()
 
 
-@pytest.mark.parametrize(("columns", "lines", "env"), [(80, 24, {}), (120, 40, {"NO_COLOR": "1"})])
+@pytest.mark.parametrize(
+    ("flags", "columns", "lines", "env"), [([], 80, 24, {}), (["--use_peft"], 120, 40, {"NO_COLOR": "1"})]
+)
 def test_the_panel_stands_while_it_trains_and_is_gone_after(
-    terminal: Terminal, columns: int, lines: int, env: dict[str, str]
+    terminal: Terminal, flags: list[str], columns: int, lines: int, env: dict[str, str]
 ) -> None:
-    terminal.train(*TOY, columns=columns, lines=lines, stops=[[0, "fill", 3], [2, "gradient", 2]], **env)
+    terminal.train(*TOY, *flags, columns=columns, lines=lines, stops=[[0, "fill", 3], [2, "gradient", 2]], **env)
     assert terminal.report() == {"at": [0, "fill", 3]}
     _, evaluation = terminal.panel(columns - panel.MARGIN, "chunk 3/4")
     assert re.search(r"held-out loss ━+─+  75%  ", evaluation[1])
@@ -110,7 +112,7 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
     terminal.watch(0.4)
     text = terminal.text()
     assert not set("╭╮╰╯━▁█") & set(text), text
-    assert "│ steps         │ 3 " in text and "Next:" in text
+    assert "│ steps         │ 3 " in text and ("Next:" if not flags else "The adapters belong to") in text
     assert not terminal.screen.cursor.hidden
 
 

@@ -74,12 +74,14 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
 
 def quiet() -> None:
     """transformers logs advice on standard error that does not apply to a run of ours, and would tear the bar. The
-    hub's client logs every attempt to reach it."""
+    hub's client logs every attempt to reach it. What libraries call by names that others of them have given up is
+    nothing that a person at a terminal could mend."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("huggingface_hub").setLevel(ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 
 
 class CommandOfSettings(TyperCommand):
