@@ -45,7 +45,8 @@ def long_steps() -> list[str]:
         "With K, V and their gradients in 8 bits besides (`kv_dtype`, `grad_dtype`; "
         "[limits](docs/limits.md#pages-in-8-bits)), all of the GPU's memory and as much of the host's as it takes, "
         "whole steps: forward, backward and optimizer. In brackets is what `oomb plan` had said before, in time "
-        "without the optimizer:",
+        "without the optimizer (its rates were fitted to some of them since, [how far off it "
+        "is](docs/plan.md#how-the-figures-come-about)):",
         "",
         "| trained | context | time | GPU, GiB | host, GiB | moved in, out | waited |",
         "|---|---:|---:|---:|---:|---:|---:|",

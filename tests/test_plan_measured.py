@@ -75,17 +75,18 @@ def test_memory_and_time_of_the_committed_results(name: str) -> None:
 
 
 EIGHT_BITS = {
-    ("curve_brim.json", "plan_check_full.json"): "by {least:.0%} to {most:.0%} for the two steps",
-    ("curve_host.json",): "{least:.0%} to {most:.0%} for those with all pages on the host",
-    ("plan_check_24gib_1m.json",): "and {most:.0%} on a GPU held to 24 GiB",
+    ("curve_brim.json", "plan_check_full.json"): "which it is within {far:.0%} of; before, the plan had said "
+    "{least_before:.0%} to {most_before:.0%} less",
+    ("curve_host.json",): "by {least:.0%} to {most:.0%} with all pages on the host",
+    ("plan_check_24gib_1m.json",): "and by {most:.0%} on a GPU held to 24 GiB",
 }
-"""Whole steps with pages in 8 bits, and how docs/plan.md says how much too low their times are."""
+"""Whole steps with pages in 8 bits, and how docs/plan.md says how far off their times are."""
 
 
 @pytest.mark.parametrize("names", EIGHT_BITS, ids=lambda names: names[0])
 def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
-    """In memory near, and in time as far off as the document says."""
-    off = []
+    """In memory near, and in time as far off as the document says: a fifth at the most."""
+    off, before = [], []
     for report in (json.loads((RESULTS / name).read_text()) for name in names):
         gpu_bytes = parse_bytes(report["limit"]) if report["limit"] else H200.gpu_bytes
         machine = replace(H200, gpu_bytes=gpu_bytes, host_bytes=125 * GIB)
@@ -99,8 +100,14 @@ def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
             assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.01)
             assert plan.host_bytes == pytest.approx(row["measured_host_bytes"], rel=0.01)
             off.append(1 - plan.seconds / row["measured_seconds"])
+            before.append(1 - row["predicted_seconds"] / row["measured_seconds"])
+    far = max(map(abs, off))
+    assert far < 0.2
     text = " ".join((RESULTS.parents[1] / "docs" / "plan.md").read_text().split())
-    assert EIGHT_BITS[names].format(least=min(off), most=max(off)) in text
+    words = EIGHT_BITS[names].format(
+        least=min(off), most=max(off), far=far, least_before=min(before), most_before=max(before)
+    )
+    assert words in text
 
 
 # Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept

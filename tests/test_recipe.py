@@ -304,12 +304,12 @@ def test_the_command_in_numbers(tmp_path: Path) -> None:
     arguments = ["--model", "qwen2.5-7b", "--context", "4M", "--gpu", "H200", "--host", "119GiB"]
     result = invoke("plan", *arguments, "--output", tmp_path / "plan.json")
     assert result.exit_code == 1, result.output
-    assert "It fits with:\n  --lora " in result.output and "a step takes about 11 m" in result.output
+    assert "It fits with:\n  --lora " in result.output and "a step takes about 13 m" in result.output
     assert "Full training reaches 3,6" in result.output and "With attention to all of the past" in result.output
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["recipe"]["lora"] and not written["fits"] and written["exact"]["seconds"] > 7 * 3600
     shown = invoke(*shlex.split(written["recipe"]["command"])[1:])
-    assert shown.exit_code == 0 and "time of a step: about 11 m" in shown.output
+    assert shown.exit_code == 0 and "time of a step: about 13 m" in shown.output
 
 
 def test_the_documents_show_what_it_prints() -> None:
