@@ -80,7 +80,7 @@ class Settings:
         None,
         MODEL,
         "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU, where --dtype auto comes to "
-        "float32, and with --use_peft, whose adapters are float32.",
+        "float32, and with --use_peft on weights in bfloat16, since adapters are float32.",
     )
     device: str = setting("auto", MODEL, "auto (a GPU if there is one), cpu, cuda or cuda:0.")
     seed: int = setting(42, MODEL, "Seed of new weights, of the order of the data and of dropout.", least=0)
@@ -169,7 +169,8 @@ class Settings:
     max_eval_samples: int = setting(
         1,
         EVALUATION,
-        "Windows held out, the first of the text and a fifth of it at most, for a loss before and after. 0: none.",
+        "Windows held out, the first of the text, for a loss before and after: a fifth of it at most, or one of fewer "
+        "than five. 0: none.",
         least=0,
     )
     eval_strategy: str = setting(
