@@ -223,7 +223,7 @@ class StandardStep:
 
 
 def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
-    network: nn.Module = load_model(model, dtype=dtype, device=device, attn_implementation="sdpa")
+    network: nn.Module = load_model(model, dtype=dtype, device=device)
     return (with_lora(network) if lora else network).train()
 
 

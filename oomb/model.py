@@ -29,7 +29,7 @@ from oomb.refusals import (
     unwrap,
 )
 
-ATTENTION_NAME = "oomb"
+ATTENTION_NAME, ATTENTION_FIELD = "oomb", "_attn_implementation_internal"
 LIKE_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
 """Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
 fill pass and that for the gradient pass drop different activations."""
@@ -219,7 +219,9 @@ class CausalLM:
                 if mode != mode_now:
                     undo.callback(setattr, module, "training", mode_now)
                     module.training = mode
-            undo.callback(self.lm.set_attn_implementation, self.lm.config._attn_implementation)
+            for config in _configs(self.lm):
+                # Not by the model's own method: parts of a model may differ in it, and refuse what others had.
+                undo.callback(setattr, config, ATTENTION_FIELD, getattr(config, ATTENTION_FIELD))
             self.lm.set_attn_implementation(ATTENTION_NAME)
             for layer in self.layers:
                 if getattr(layer, "gradient_checkpointing", False):
@@ -316,6 +318,18 @@ def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
     raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
 
 
+def _configs(lm: PreTrainedModel) -> list[Any]:
+    """Of the model and of all its parts."""
+    waiting = [module.config for module in lm.modules() if isinstance(module, PreTrainedModel)]
+    found: dict[int, Any] = {}
+    while waiting:
+        config = waiting.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
 def _own_pad_token(config: Any) -> int | None:
     """The padding token, if it stands for nothing else."""
     pad = getattr(config, "pad_token_id", None)
@@ -374,8 +388,10 @@ def _append_last(total_length: int, rotary: nn.Module, args: tuple[Any, ...], kw
     for field in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
         setattr(rotary, field, rotary.original_max_seq_len)
     for field in [name for name in (*vars(rotary), *rotary._buffers) if name.endswith("original_inv_freq")]:
-        # A copy: some releases of transformers write the frequencies of long sequences into the tensor they find.
-        frequencies = getattr(rotary, field).to(position_ids.device, copy=True)
+        # A copy, and one that can be written at any time: some releases of transformers write the frequencies of long
+        # sequences into the tensor that they find.
+        with torch.inference_mode(False):
+            frequencies = getattr(rotary, field).to(position_ids.device, copy=True)
         setattr(rotary, field.removesuffix("original_inv_freq") + "inv_freq", frequencies)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": position_ids}

@@ -233,7 +233,8 @@ def load_model(
     """A causal LM from a preset (random weights, made on the device itself), a folder or a hub id.
 
     `num_layers` keeps only the first layers, to try a model that is too large for the machine. `config` is what
-    `load_config` returned, where that has been called already.
+    `load_config` returned, where that has been called already. Attention is PyTorch's own (SDPA) where the model's is
+    plain, and the model's where it has a soft cap: some releases of transformers would take SDPA and leave it out.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -243,6 +244,8 @@ def load_model(
     config = load_config(name_or_path) if config is None else config
     if num_layers is not None:
         _keep_layers(config, num_layers)
+    if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        attn_implementation = "eager"
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if is_preset(name_or_path):
         with torch.device(place):

@@ -28,6 +28,8 @@ from oomb import checkpoints
 REST = "oomb_state.json"
 """What a run needs to go on as it was and transformers does not save: the seed of the data's order, and the loss of the
 steps since the last logged one."""
+ADAPTER = "adapter_model.*"
+"""Weights of an adapter, as PEFT calls the file."""
 
 
 class AtomicCheckpoints(transformers.Trainer):
@@ -187,6 +189,16 @@ class AtomicCheckpoints(transformers.Trainer):
         sampler = super()._get_train_sampler(*positional, **options)
         return SeededByEpoch(sampler, self._data_seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # Of several adapters "default" lies in the folder itself, the others in folders within, and some releases of
+        # transformers then read those alone. TRL makes a second one of an adapter that DPO trains.
+        folder, model = Path(resume_from_checkpoint), self.model if model is None else model
+        if hasattr(model, "get_base_model") and all(any(folder.glob(f"{at}{ADAPTER}")) for at in ("", "*/")):
+            active = model.active_adapters[0]
+            model.load_adapter(str(folder), "default", is_trainable=active == "default")
+            model.set_adapter(active)
+
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         checkpoints.check(best)
@@ -213,7 +225,7 @@ class AtomicCheckpoints(transformers.Trainer):
         if "loss_since" in self._rest:
             loss = self._rest["loss_since"]
             self._tr_loss = torch.tensor(loss, dtype=self._tr_loss.dtype, device=self._tr_loss.device)
-            # The mean of this call of `train` is over its own steps alone.
+            # What is summed up for the mean of this call of `train` are its own steps alone.
             self._total_loss_scalar -= loss
             self._globalstep_last_logged = self._rest["last_logged_step"]
 

@@ -16,6 +16,7 @@ from oomb.engine import Engine
 from oomb.loss import IGNORED
 from oomb.model import is_checkpointing, switch_checkpointing
 from oomb.optim import OffloadedAdamW
+from oomb.refusals import unwrap
 from oomb.resuming import AtomicCheckpoints
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
@@ -89,7 +90,7 @@ class Trainer(AtomicCheckpoints):
         model_and_device = self.model, next(self.model.parameters()).device
         if self._engine is None or self._engine_of != model_and_device:
             if is_checkpointing(self.model):
-                switch_checkpointing(self.model, on=False)
+                switch_checkpointing(unwrap(self.model), on=False)
                 _warn_of_checkpointing("The model has gradient checkpointing enabled")
             self._engine = Engine(self.model, self.engine_config)
             self._engine.budget.has_states_on_host = self._has_states_on_host
@@ -219,14 +220,14 @@ def _refuse_arguments(args: TrainingArguments) -> None:
 
 def _take_over(args: TrainingArguments) -> None:
     """Switches off what the engine does itself."""
-    if without_checkpointing(args):
-        _warn_of_checkpointing("TrainingArguments asks for gradient checkpointing, or activation checkpointing")
+    if take_out_checkpointing(args):
+        _warn_of_checkpointing("TrainingArguments asks for gradient checkpointing (activation checkpointing)")
     if args.n_gpu > 1:
         # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
         args._n_gpu = 1
 
 
-def without_checkpointing(args: Any) -> bool:
+def take_out_checkpointing(args: Any) -> bool:
     """Takes the request for checkpointing out of training arguments. Returns whether there was one."""
     # Releases of transformers have the second name alone, or both for the same thing.
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)]

@@ -25,7 +25,7 @@ from oomb.documents import Given
 from oomb.engine import Engine
 from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
 from oomb.refusals import unwrap
-from oomb.trainer import Trainer, layout_of, unknown_inputs, without_checkpointing
+from oomb.trainer import Trainer, layout_of, take_out_checkpointing, unknown_inputs
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""
@@ -369,7 +369,7 @@ def _router_loss_text(weight: float) -> str:
 
 def _switch_off(args: Any) -> None:
     """What the engine does itself. TRL's configs ask for gradient checkpointing by default, so that is no news."""
-    without_checkpointing(args)
+    take_out_checkpointing(args)
     if getattr(args, "activation_offloading", False):
         args.activation_offloading = False
         warnings.warn(

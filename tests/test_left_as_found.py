@@ -10,6 +10,7 @@ import torch
 from checks import TOLERANCE, backward_gradients, engine_for, with_dropout
 from families import LENGTH, assert_same_gradients, build, random_ids, relative_error, whole_gradients
 from torch import Tensor, nn
+from transformers import CLIPVisionConfig, Gemma2Config, LlavaConfig, LlavaForConditionalGeneration
 
 from oomb.model import switch_checkpointing
 
@@ -70,6 +71,36 @@ def test_model_is_left_as_found(kind: str, checkpoint_layers: bool) -> None:
     with torch.no_grad():
         engine.logprobs(ids)
     assert_same_snapshot(snapshot(base), before)
+
+
+def test_each_part_of_a_model_keeps_its_own_attention() -> None:
+    """A soft cap allows no SDPA, which other parts may use."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlavaConfig(
+        text_config=Gemma2Config(
+            **sizes, vocab_size=61, num_attention_heads=4, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8,
+            attn_logit_softcapping=2.0,
+        ),
+        vision_config=CLIPVisionConfig(**sizes, num_attention_heads=2, image_size=28, patch_size=14),
+        image_token_index=60,
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration._from_config(config, dtype=torch.float64).eval()
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+
+    def attention() -> list[str]:
+        return [
+            part._attn_implementation for part in (model.config, model.config.text_config, model.config.vision_config)
+        ]
+
+    before, ids = attention(), torch.randint(50, (1, LENGTH))
+    assert before == ["sdpa", "eager", "sdpa"]
+    expected = model(ids, labels=ids).loss
+    loss = engine_for(model).loss(ids)
+    assert attention() == before
+    loss.backward()
+    assert attention() == before
+    assert relative_error(loss.detach(), expected.detach()) <= 1e-6
+    assert torch.equal(model(ids, labels=ids).loss, expected)
 
 
 def test_gradient_checkpointing_of_the_model_is_no_obstacle(model: Any) -> None:

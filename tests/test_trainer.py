@@ -199,17 +199,18 @@ def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path, nam
     asked = arguments(tmp_path, **{name: True, f"{name}_kwargs": {"use_reentrant": True}})
     with pytest.warns(UserWarning, match="checkpoint_layers=True"):
         trainer = oomb.Trainer(tiny_model(), asked, train_dataset=Samples(8, 41))
-    assert not getattr(trainer.args, name)
+    assert not getattr(trainer.args, name) and getattr(trainer.args, f"{name}_kwargs") is None
     trainer.train()
     assert not is_checkpointing(trainer.model)
 
 
-def test_checkpointing_of_the_model_is_taken_over_with_a_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel], ids=["plain", "wrapped"])
+def test_checkpointing_of_the_model_is_taken_over_with_a_message(tmp_path: Path, wrap: Any) -> None:
     model = tiny_model()
     switch_checkpointing(model, on=True)
     assert is_checkpointing(model)
     with pytest.warns(UserWarning, match="switched off"):
-        oomb.Trainer(model, arguments(tmp_path))
+        oomb.Trainer(wrap(model), arguments(tmp_path, remove_unused_columns=False))
     assert not is_checkpointing(model)
 
 

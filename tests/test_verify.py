@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command import invoke
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from oomb import presets, verify
 from oomb.config import Config
@@ -20,6 +20,31 @@ def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
     assert result.output.splitlines()[-1].startswith("trust it: gradients equal whole-sequence training to ")
     assert "21 parameters, 160 tokens in 4 chunks, float32" in result.output
     assert "model.layers." in result.output
+
+
+@pytest.fixture
+def capped_model(tmp_path: Path) -> Path:
+    """Attention with a soft cap that matters, which SDPA does not know."""
+    config = Gemma2Config(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=1, attn_logit_softcapping=0.1, initializer_range=0.5,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "capped")
+    return tmp_path / "capped"
+
+
+def test_a_soft_cap_is_part_of_the_truth(capped_model: Path) -> None:
+    options = ["--chunk_size", "32", "--device", "cpu"]
+    result = invoke("verify", capped_model, "--context", "96", *options)
+    assert result.exit_code == 0, result.output
+    result = invoke("bench", "--model_name_or_path", capped_model, "--contexts", "96", *options)
+    assert result.exit_code == 0 and "WRONG" not in result.output, result.output
+    plain = presets.load_model(str(capped_model), device="cpu", attn_implementation=None)
+    capped = plain(torch.arange(96)[None], labels=torch.arange(96)[None]).loss
+    plain.config.attn_logit_softcapping = None
+    for layer in plain.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert not torch.isclose(plain(torch.arange(96)[None], labels=torch.arange(96)[None]).loss, capped, rtol=1e-3)
 
 
 def test_verify_cuts_no_name_in_a_narrow_terminal(saved_model: Path) -> None:
