@@ -9,12 +9,13 @@ PYTHON ?= python3
 VENV ?= .venv
 # Any torch the package accepts will do; this is the one the tests were run with.
 TORCH ?= torch==2.13.0
-# The same of other packages. CONSTRAINTS= takes the newest that the package accepts.
+# The same of other packages. `make test CONSTRAINTS=` upgrades to the newest that the package accepts.
 CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 2
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.oomb-setup
+# One of the two is there: which releases are installed.
+STAMP := $(VENV)/.oomb-setup$(if $(CONSTRAINTS),,-newest)
 
 .PHONY: setup demo test lint bench clean
 
@@ -28,7 +29,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@echo "setting up $(VENV): installing oomb, transformers and what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "$(TORCH)" \
-		$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+		$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade --upgrade-strategy eager)
+	@rm -f $(VENV)/.oomb-setup*
 	@touch $@
 
 demo: setup

@@ -62,8 +62,9 @@ RANKING_TFLOPS, RANKED_QUERIES = 185, 16
 that are asked."""
 WIDENED_BYTES_PER_SECOND = 370e9
 """Rate at which chosen pages in 8 bits become wide for attention, and gradients narrow again, in bytes at rest. Fitted
-to what two steps of Qwen2.5-7B, on 3,768,320 and 4,194,304 tokens, took beyond the other terms; no profile shows it by
-itself. Both are then within 1%."""
+to what two steps of Qwen2.5-7B, on 3,768,320 and 4,194,304 tokens, took beyond the other terms, and both are then
+within 1%. No profile shows it by itself: some of it may come with the length, since 16-bit pages have 4% of that at
+1,048,576. For other GPUs it is scaled as all rates are, though memory limits it more than arithmetic."""
 MEASURED_ON = "H200"
 SHORTEST_CHUNK = 4096
 """Rates were measured with chunks of so many tokens or more. Shorter ones leave matrix units idle."""
@@ -301,17 +302,18 @@ def _work(request: Request, placement: Placement) -> tuple[float, float]:
 
 
 def _widening(request: Request, placement: Placement) -> tuple[float, float]:
-    """Seconds, in the fill pass and in the gradient pass, of chosen pages in 8 bits on their way to attention and
-    back: wherever they rest, they become wide in a buffer."""
-    if not request.sparse_layers or not (request.is_quantised(0) or request.is_quantised(1)):
+    """Seconds, in the fill pass and in the gradient pass, of chosen pages in 8 bits on their way to attention and back:
+    wherever they rest, they become wide in a buffer. In the fill pass those on the host do so while they come."""
+    if not request.sparse_layers:
         return 0.0, 0.0
     kv, grad = (
         sum(request.rows[index][field] for index in request.sparse_layers) * request.is_quantised(field)
         for field in (0, 1)
     )
     seen = _tokens_chosen(request, 0)
+    near = seen - _tokens_chosen(request, placement.gpu_tokens)
     again = seen * (placement.capacity - placement.out_tokens) / max(1, placement.capacity)
-    moved = kv * seen, kv * (seen + again) + 2 * grad * seen
+    moved = kv * near, kv * (seen + again) + 2 * grad * seen
     return moved[0] / WIDENED_BYTES_PER_SECOND, moved[1] / WIDENED_BYTES_PER_SECOND
 
 

@@ -362,7 +362,8 @@ def test_ci_runs_the_tests() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    assert CONSTRAINTS.relative_to(ROOT).as_posix() in makefile
+    assert f"CONSTRAINTS ?= {CONSTRAINTS.relative_to(ROOT).as_posix()}\n" in makefile
+    assert "$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade --upgrade-strategy eager)" in makefile
     for target in ("setup", "demo", "test", "lint", "bench"):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 

@@ -110,6 +110,21 @@ def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
     assert words in text
 
 
+def test_times_with_chosen_pages() -> None:
+    report = json.loads((RESULTS / "sparse_qwen2.5-7b_times.json").read_text())
+    off = {}
+    for row in report["rows"]:
+        config = Config(**report["settings"], chunk_size=row["chunk_size"])
+        machine = replace(H200, host_bytes=125 * GIB)
+        plan = forecast(facts_for(report["model"]), config, machine, length=row["context"], optimizer="none")
+        assert plan.seconds is not None
+        off[row["context"]] = 1 - plan.seconds / row["seconds"]
+    assert max(off.values()) < 0.05 and min(off.values()) > 0
+    first, last = min(off), max(off)
+    text = " ".join((RESULTS.parents[1] / "docs" / "plan.md").read_text().split())
+    assert f"by {off[first]:.0%} at {first:,} tokens to {off[last]:.0%} at {last:,}" in text
+
+
 # Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept
 # are in benchmarks/results/exact_qwen2.5-7b_standard.json.
 TIMES = [

@@ -175,29 +175,6 @@ def test_every_kind_of_dpo_is_trls(tmp_path: Path, folder: str, options: dict[st
     assert ours.precompute_ref_logps == ours.args.precompute_ref_log_probs
 
 
-def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
-    """The copy is the reference of DPO, and lies in a folder within the checkpoint."""
-
-    def trainer() -> Any:
-        settings = {**SETTINGS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
-        return oomb.DPOTrainer(
-            model=adapted(folder),
-            args=trl.DPOConfig(output_dir=str(tmp_path), **{**settings, "learning_rate": 1e-2, "optim": "adamw_torch"}),
-            train_dataset=pairs(),
-            processing_class=AutoTokenizer.from_pretrained(folder),
-            engine_config=CHUNKED,
-        )
-
-    whole, resumed = trainer(), trainer()
-    whole.train()
-    assert any((tmp_path / "checkpoint-2").glob("*/adapter_model.safetensors"))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    trained = {name for name, p in whole.model.named_parameters() if p.requires_grad}
-    assert trained == {name for name, p in resumed.model.named_parameters() if p.requires_grad}
-    for key, value in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[key], value), key
-
-
 def texts() -> Any:
     return datasets.Dataset.from_dict({"text": [f"{i} and {i * i}, " * (2 + i % 4) for i in range(8)]})
 

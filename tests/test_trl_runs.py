@@ -1,4 +1,4 @@
-"""TRL's trainers with AdamW's states in host memory, which is asked for by a name."""
+"""Runs of TRL's trainers: with AdamW's states in host memory, which is asked for by a name, and resumed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import load
+from transformers import AutoTokenizer
 
 import oomb
 
@@ -16,7 +17,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
-from test_trl import CHUNKED, SETTINGS, assert_same_weights, pairs, texts  # noqa: E402
+from test_trl import CHUNKED, SETTINGS, adapted, assert_same_weights, pairs, texts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,26 @@ def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
                 train_dataset=data(),
                 **options,
             )
+
+
+def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
+    """The copy is the reference of DPO, and lies in a folder within the checkpoint."""
+
+    def trainer() -> Any:
+        settings = {**SETTINGS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+        return oomb.DPOTrainer(
+            model=adapted(folder),
+            args=trl.DPOConfig(output_dir=str(tmp_path), **{**settings, "learning_rate": 1e-2, "optim": "adamw_torch"}),
+            train_dataset=pairs(),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            engine_config=CHUNKED,
+        )
+
+    whole, resumed = trainer(), trainer()
+    whole.train()
+    assert any((tmp_path / "checkpoint-2").glob("*/adapter_model.safetensors"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trained = {name for name, p in whole.model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in resumed.model.named_parameters() if p.requires_grad}
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[key], value), key
