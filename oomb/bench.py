@@ -85,7 +85,7 @@ class Report:
             "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             "MFU": lambda row: f"{row.mfu:.1%}" if row.mfu else "",
             "peak": lambda row: metrics.gib(row.peak_bytes) if row.peak_bytes else "",
-            "pages, GPU": lambda row: metrics.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
+            "pages, device": lambda row: metrics.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
             "host": lambda row: metrics.gib(row.host_page_bytes) if row.host_page_bytes else "",
             "moved in, out": lambda row: (
                 f"{metrics.gib(row.loaded_bytes)}, {metrics.gib(row.stored_bytes)}" if row.loaded_bytes else ""

@@ -115,8 +115,10 @@ class Config:
                     f"page_size {self.page_size}; take chunk_size={size}"
                 )
         for name in ("gpu_memory", "host_memory"):
-            if getattr(self, name) != "auto":
-                parse_bytes(getattr(self, name), name)
+            value = getattr(self, name)
+            # So few bytes hold nothing: a number that lacks its unit.
+            if value != "auto" and 0 < parse_bytes(value, name) < 1024 and str(value).strip().isdigit():
+                raise ValueError(f'{name} is {value}, a number of bytes; did you mean "{str(value).strip()}GiB"?')
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):

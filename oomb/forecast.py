@@ -132,6 +132,7 @@ class Plan:
     placement: Placement
     terms: tuple[Term, ...]
     seconds: float | None
+    """None where it is not predicted: on a GPU that is not known, and of a model in float32."""
     longest_context: int | None
     """0: not even one chunk fits. None: no limit was found."""
     problem: str | None
@@ -204,7 +205,7 @@ def forecast(
         float32_sums=request.float32_sums,
         placement=placement,
         terms=step_terms(request, placement, optimizer),
-        seconds=predict_seconds(request, placement, machine),
+        seconds=predict_seconds(request, placement, machine) if facts.itemsize <= 2 else None,
         longest_context=longest_context(request),
         problem=problem,
     )

@@ -55,7 +55,7 @@ class Batch:
             if mask.shape != ids.shape:
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
             for row in (mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero().flatten().tolist():
-                raise ValueError(_left_padding_text(row))
+                raise ValueError(_left_padding_text(row) if not mask[row, 0] else _gap_text(row, mask[row]))
             targets = targets.masked_fill(~mask, IGNORED)
         elif pad_token_id is not None and ids.shape[1] > 1:
             for row in ((ids[:, 0] == pad_token_id) & (ids[:, -1] != pad_token_id)).nonzero().flatten().tolist():
@@ -118,6 +118,13 @@ def _check_range(name: str, x: Tensor, counted: Tensor, vocab_size: int) -> None
             f"{name} holds the id {int(wrong[0])} at {where}, outside of the model's vocabulary of {vocab_size}: "
             "is this the model's own tokenizer?"
         )
+
+
+def _gap_text(row: int, mask: Tensor) -> str:
+    return (
+        f"row {row} of attention_mask has a gap at token {int(mask.int().argmin())}: a row is text and then padding. "
+        "Take those tokens out, or let them be read and set their labels to -100"
+    )
 
 
 def _left_padding_text(row: int) -> str:

@@ -228,6 +228,8 @@ class CausalLM:
                     undo.callback(setattr, layer, "gradient_checkpointing", True)
                     setattr(layer, "gradient_checkpointing", False)  # noqa: B010
             for rotary in self.rotaries:
+                for name, value in _frequencies(rotary).items():
+                    undo.callback(setattr, rotary, name, value)
                 show_all = rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True)
                 undo.callback(show_all.remove)
                 undo.callback(rotary.register_forward_hook(_drop_last).remove)
@@ -376,6 +378,12 @@ def _depends_on_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(kind == "longrope" or (isinstance(kind, str) and "dynamic" in kind) for kind in kinds)
+
+
+def _frequencies(rotary: nn.Module) -> dict[str, Any]:
+    """What such a RoPE remembers of the sequences it has seen."""
+    names = [name for name in (*vars(rotary), *rotary._buffers) if name.endswith(("inv_freq", "max_seq_len_cached"))]
+    return {name: getattr(rotary, name) for name in names}
 
 
 def _append_last(total_length: int, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

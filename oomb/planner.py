@@ -111,7 +111,8 @@ class Forecast:
         if plan.seconds is not None and plan.fits:
             lines.append(f"time of a step: {plan.pace}")
         elif plan.fits:
-            lines.append("time of a step: not predicted, since the rates of this GPU are not known")
+            unknown = "this GPU" if plan.machine.scale is None else "float32"
+            lines.append(f"time of a step: not predicted, since the rates of {unknown} are not known")
         longest = {None: "no limit found", 0: "none"}.get(plan.longest_context, f"{plan.longest_context or 0:,} tokens")
         lines.append(f"longest context that fits: {longest}")
         for name, there, words in (

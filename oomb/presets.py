@@ -206,7 +206,9 @@ def positions_of(config: PretrainedConfig) -> int | None:
     # One set of parameters, or one for each kind of layer.
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type", "default") != "default":
-            original = parameters.get("original_max_position_embeddings") or 0
+            # Dynamic RoPE counts from the positions of the config.
+            is_dynamic = parameters["rope_type"] == "dynamic"
+            original = parameters.get("original_max_position_embeddings") or (positions if is_dynamic else 0)
             positions = max(positions, int(original * (parameters.get("factor") or 1)))
     return positions
 

@@ -242,5 +242,6 @@ def _warn_of_checkpointing(what: str) -> None:
     warnings.warn(
         f"{what}. It is switched off: the engine recomputes chunk by chunk and needs no more. To recompute each layer "
         "within a chunk as well, pass engine_config=oomb.Config(checkpoint_layers=True).",
-        stacklevel=3,
+        # The line that makes the trainer.
+        stacklevel=4,
     )

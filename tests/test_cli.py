@@ -304,7 +304,10 @@ def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
     assert "1 step of 1 window, learning rate 5e-05, chunks of 1,024 tokens" in result.output
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
     assert presets.positions_of(short) == 128
-    assert presets.positions_of(presets.preset_config("demo", max_position_embeddings=128, rope_parameters=yarn)) == 512
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    for rope in (yarn, dynamic):
+        scaled = presets.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
+        assert presets.positions_of(scaled) == 512
 
 
 def test_a_model_without_its_tokenizer_is_named(here: Path) -> None:

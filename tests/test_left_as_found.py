@@ -73,6 +73,23 @@ def test_model_is_left_as_found(kind: str, checkpoint_layers: bool) -> None:
     assert_same_snapshot(snapshot(base), before)
 
 
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_longrope_long"])
+def test_rope_remembers_no_sequence_of_the_engine(name: str) -> None:
+    """By itself it would, and compute a shorter one with the frequencies of a longer one."""
+    model = build(name)
+    rotary = model.model.rotary_emb
+
+    def remembered() -> tuple[Any, Tensor]:
+        return getattr(rotary, "max_seq_len_cached", None), rotary.inv_freq.clone()
+
+    cached, frequencies = remembered()
+    for ids in (random_ids(1, LENGTH), random_ids(1, 5)):
+        loss = engine_for(model).loss(ids)
+        assert remembered()[0] == cached and torch.equal(remembered()[1], frequencies)
+        loss.backward()
+        assert remembered()[0] == cached and torch.equal(remembered()[1], frequencies)
+
+
 def test_each_part_of_a_model_keeps_its_own_attention() -> None:
     """A soft cap allows no SDPA, which other parts may use."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

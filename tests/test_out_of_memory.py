@@ -41,7 +41,9 @@ def test_memory_that_has_gone_since_the_plan_is_not_asked_for(monkeypatch: pytes
     assert not memory[:1000].any() and memory[1000:].all()
 
 
-@pytest.mark.parametrize("budgets", [{"gpu_memory": 0, "host_memory": 0}, {"gpu_memory": 100, "host_memory": "1KiB"}])
+@pytest.mark.parametrize(
+    "budgets", [{"gpu_memory": 0, "host_memory": 0}, {"gpu_memory": "100B", "host_memory": "1KiB"}]
+)
 def test_budgets_that_are_too_small(budgets: dict[str, Any], model: Any) -> None:
     engine = engine_for(model, **budgets)
     for _ in range(2):

@@ -59,6 +59,8 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
     lora = invoke("plan", *small, "--gpu", "24GiB", "--lora")
     assert lora.exit_code == 0 and "not predicted" in lora.output
     assert "scaled from an H200" in invoke("plan", *small, "--gpu", "rtx 4090", "--lora").output
+    wide = invoke("plan", "--model", "qwen2.5-0.5b", "--context", "64K", "--gpu", "H200", "--dtype", "float32")
+    assert "time of a step: not predicted, since the rates of float32 are not known" in wide.output
 
     def complaint(*arguments: str) -> str:
         result = invoke("plan", "--model", "demo", "--gpu", "24GiB", *arguments)

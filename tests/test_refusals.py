@@ -175,7 +175,7 @@ BAD_INPUT: dict[str, tuple[dict[str, Any], str]] = {
     "negative_label": ({"input_ids": IDS, "labels": changed(IDS, -1)}, r"labels.*-1.*vocabulary"),
     "mask_shape": ({"input_ids": IDS, "attention_mask": left_padding(7)}, r"attention_mask.*\(2, 7\).*\(2, 41\)"),
     "left_padding": ({"input_ids": IDS, "attention_mask": left_padding()}, r"row 1.*left.*right"),
-    "hole": ({"input_ids": IDS, "attention_mask": hole_in_the_mask()}, r"row 1"),
+    "hole": ({"input_ids": IDS, "attention_mask": hole_in_the_mask()}, r"row 1 .*gap at token \d+"),
     "nothing_counts": ({"input_ids": IDS, "labels": torch.full_like(IDS, -100)}, r"-100"),
     "one_token": ({"input_ids": IDS[:, :1]}, r"(?i)token|label"),
 }
@@ -296,6 +296,15 @@ def test_more_tokens_than_learned_positions() -> None:
 def test_settings_that_are_no_config() -> None:
     with pytest.raises(TypeError, match=r"config is a dict; pass oomb.Config"):
         oomb.Engine(build("llama"), {"chunk_size": 7})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [24, "24", " 24 "])
+@pytest.mark.parametrize("name", ["gpu_memory", "host_memory"])
+def test_sizes_that_lack_their_unit(name: str, size: int | str) -> None:
+    with pytest.raises(ValueError, match=rf'{name} is .*24.*, a number of bytes; did you mean "24GiB"'):
+        oomb.Config(**{name: size})
+    for meant in (0, "0", "24B", 24 << 30, "24GiB"):
+        oomb.Config(**{name: meant})
 
 
 def test_a_load_balancing_loss_that_chunks_would_drop() -> None:

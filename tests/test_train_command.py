@@ -188,6 +188,14 @@ def test_adapters_of_random_weights_are_not_worth_keeping(here: Path) -> None:
     assert "The adapters belong to random weights that are not saved" in result.output
 
 
+def test_settings_of_adapters_without_adapters_are_no_secret(here: Path) -> None:
+    said = "--lora_r and --lora_dropout mean nothing without --use_peft: all weights are trained."
+    flags = ["--max_steps", "1", "--lora_r", "8", "--lora_dropout", "0.1"]
+    result = invoke("train", *QUICK, *flags)
+    assert result.exit_code == 0 and said in result.output
+    assert said not in invoke("train", *QUICK, *flags, "--use_peft", "--output_dir", "adapted").output
+
+
 def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_is_there", lambda package: False)
     for flags, message in (

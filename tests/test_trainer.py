@@ -197,8 +197,10 @@ def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path, nam
     if not hasattr(TrainingArguments, name):
         pytest.skip(f"this transformers has no {name}")
     asked = arguments(tmp_path, **{name: True, f"{name}_kwargs": {"use_reentrant": True}})
-    with pytest.warns(UserWarning, match="checkpoint_layers=True"):
+    with pytest.warns(UserWarning, match="checkpoint_layers=True") as warned:
         trainer = oomb.Trainer(tiny_model(), asked, train_dataset=Samples(8, 41))
+    # It points to the line above.
+    assert __file__ in [one.filename for one in warned if "checkpoint_layers" in str(one.message)]
     assert not getattr(trainer.args, name) and getattr(trainer.args, f"{name}_kwargs") is None
     trainer.train()
     assert not is_checkpointing(trainer.model)

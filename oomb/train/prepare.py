@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,15 @@ def what_a_preset_is(settings: Settings) -> str | None:
         return None
     text = ", and text is read as bytes" if settings.tokenizer_name is None else ""
     return f"{name} is a preset: random weights{text}. For the trained model name its hub id or a folder."
+
+
+def unused_settings(settings: Settings) -> str | None:
+    """Of adapters, where none are trained. None where there is nothing to say."""
+    own = [one for one in fields(settings) if one.name.startswith("lora_")]
+    given = [f"--{one.name}" for one in own if getattr(settings, one.name) != one.default]
+    if settings.use_peft or not given:
+        return None
+    return f"{' and '.join(given)} mean nothing without --use_peft: all weights are trained."
 
 
 def load_windows(

@@ -63,9 +63,9 @@ def _run(
 ) -> int:
     """In a folder that no other run writes to."""
     started, resume = time.monotonic(), settings.resume_from_checkpoint
-    preset = prepare.what_a_preset_is(settings)
-    if preset is not None:
-        console.print(f"[yellow]{escape(preset)}[/]", highlight=False, soft_wrap=True)
+    for said in (prepare.what_a_preset_is(settings), prepare.unused_settings(settings)):
+        if said is not None:
+            console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
 
     # Text is cheaper to find fault with than weights are to load.
     model_config = presets.load_config(settings.model_name_or_path)
