@@ -199,16 +199,17 @@ def near_paths(path: Path) -> list[str]:
 def positions_of(config: PretrainedConfig) -> int | None:
     """How many positions a model was made for: those of its config, or what its RoPE is scaled to, if that is more."""
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is None:
+    own = getattr(text, "max_position_embeddings", None)
+    if own is None:
         return None
+    positions = own
     rope = getattr(text, "rope_parameters", None) or {}
     # One set of parameters, or one for each kind of layer.
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type", "default") != "default":
             # Dynamic RoPE counts from the positions of the config.
             is_dynamic = parameters["rope_type"] == "dynamic"
-            original = parameters.get("original_max_position_embeddings") or (positions if is_dynamic else 0)
+            original = parameters.get("original_max_position_embeddings") or (own if is_dynamic else 0)
             positions = max(positions, int(original * (parameters.get("factor") or 1)))
     return positions
 

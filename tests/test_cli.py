@@ -305,7 +305,7 @@ def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
     assert presets.positions_of(short) == 128
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    for rope in (yarn, dynamic):
+    for rope in (yarn, dynamic, {"full_attention": dynamic, "sliding_attention": dynamic}):
         scaled = presets.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
         assert presets.positions_of(scaled) == 512
 
