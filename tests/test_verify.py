@@ -39,7 +39,7 @@ def test_a_soft_cap_is_part_of_the_truth(capped_model: Path) -> None:
     assert result.exit_code == 0, result.output
     result = invoke("bench", "--model_name_or_path", capped_model, "--contexts", "96", *options)
     assert result.exit_code == 0 and "WRONG" not in result.output, result.output
-    plain = presets.load_model(str(capped_model), device="cpu", attn_implementation=None)
+    plain = presets.load_model(str(capped_model), device="cpu")
     capped = plain(torch.arange(96)[None], labels=torch.arange(96)[None]).loss
     plain.config.attn_logit_softcapping = None
     for layer in plain.model.layers:
