@@ -128,12 +128,19 @@ def refuse_idle_layers(
                 f"layer {index} of {name} ({type(layer).__name__}) did not call attention: what it carries from token "
                 "to token is not K and V, so chunks cannot stand for it"
             )
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
-    if isinstance(window, int) and window < total_length and not any(windows.values()):
+    window = _window(model.config.get_text_config(decoder=True))
+    if window is not None and window < total_length and not any(windows.values()):
         raise UnsupportedModelError(
             f"{name} has a sliding window of {window}, but its layers do not pass it on; use sequences of at most "
             f"{window} tokens, or set config.sliding_window = None if the model was trained without"
         )
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window that a config asks for. Some keep one, or a 0, beside a word that says not to use it."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    return window if isinstance(window, int) and window and is_used else None
 
 
 def _find(backbone: nn.Module, test: Callable[[nn.Module], bool]) -> str:
