@@ -34,6 +34,7 @@ LAYERS = [
         "config",
         "loss",
         "refusals",
+        "model_state",
         "triton_kernels",
         "weights",
         "data",
