@@ -110,8 +110,8 @@ class Engine:
         over counted tokens, or the sum over `num_items` where that is given.
 
         A batch is [B, T], padded on the right if there is an `attention_mask`; or a list of documents, each of its own
-        length; or rows of several documents, whose `position_ids` begin anew with each. No document sees another, and
-        padding is not computed."""
+        length; or rows of several documents, whose `position_ids` begin anew with each or whose `attention_mask`
+        numbers them (1, 1, 2, 2, 0). No document sees another, and padding is not computed."""
         given = self.read(input_ids, labels, attention_mask, position_ids)
         num_counted = given.num_counted
         if num_counted == 0 and num_items is None:
@@ -161,6 +161,7 @@ class Engine:
             vocab_size=self.model.vocab_size,
             num_positions=self.model.num_positions,
             pad_token_id=self.model.pad_token_id,
+            placeholders=self.model.placeholders,
         )
 
     def target_logprobs(self, given: Given) -> list[Tensor]:

@@ -39,6 +39,10 @@ OUTSIDE = (
     "{} was called from outside of an engine's pass over its model, by another thread or by a callback: call the model "
     "while no engine computes it, or use engine.loss or engine.logprobs, which wait for their turn"
 )
+PLACEHOLDERS = (
+    *(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")),
+    *(f"{kind}_context_token_id" for kind in ("img", "video")),
+)
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 """Tensors that models pass on to attention without a bearing on it."""
 
@@ -131,7 +135,8 @@ class CausalLM:
         self.config = self.lm.config.get_text_config(decoder=True)
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
         self.layers = decoder_layers(self.lm)
-        self.pad_token_id = _own_pad_token(self.config)
+        self.pad_token_id = _own_pad_token(self.config, self.lm.config)
+        self.placeholders = _placeholders(_configs(self.lm))
         self.num_positions = learned_positions(self.backbone, self.config)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
         self._pass: Pass | None = None
@@ -348,10 +353,12 @@ def switch_checkpointing(model: nn.Module, *, on: bool) -> None:
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of the text decoder. Towers for images may have as many, and come first."""
     count = lm.config.get_text_config(decoder=True).num_hidden_layers
-    for module in getattr(lm, lm.base_model_prefix).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
+    for part in (lm.get_decoder(), getattr(lm, lm.base_model_prefix)):
+        for module in part.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
     raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
 
 
@@ -367,11 +374,21 @@ def _configs(lm: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-def _own_pad_token(config: Any) -> int | None:
-    """The padding token, if it stands for nothing else."""
+def _own_pad_token(config: Any, whole: Any) -> int | None:
+    """Return the padding token, if it stands for nothing else. Of a model with several parts, `config` is that of the
+    text and need not have all tokens; that of the whole has them."""
     pad = getattr(config, "pad_token_id", None)
-    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return None if pad in (config.bos_token_id, *eos) else pad
+    for name in ("bos_token_id", "eos_token_id"):
+        for ids in (getattr(part, name, None) for part in (config, whole)):
+            if pad in (ids if isinstance(ids, list) else [ids]):
+                return None
+    return pad
+
+
+def _placeholders(configs: list[Any]) -> dict[int, str]:
+    """Return the ids that stand for images, video or audio in a text, and what configs call them."""
+    named = {name: getattr(config, name, None) for config in configs for name in PLACEHOLDERS}
+    return {token: name for name, token in named.items() if isinstance(token, int)}
 
 
 def learned_positions(backbone: nn.Module, config: Any) -> int | None:
