@@ -69,6 +69,33 @@ def test_changes_that_no_version_tells_of_are_an_error(model: Any, change: Any, 
     assert all(g is None for g in grads(model).values())
 
 
+def transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous().t()
+
+
+def misaligned(weight: Tensor) -> Tensor:
+    return torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(weight.shape)
+
+
+@pytest.mark.parametrize("lay", [transposed, misaligned])
+def test_changes_of_weights_that_lie_otherwise_are_an_error(lay: Any) -> None:
+    """And parameters of every kind beside them do no harm."""
+    model = build("llama").to(torch.bfloat16)
+    module = model.model.layers[1].self_attn.q_proj
+    module.weight = nn.Parameter(lay(module.weight.detach()))
+    with torch.inference_mode():
+        kinds = {"inference": torch.ones(3), "empty": torch.ones(0), "quantized": torch.ones(5, dtype=torch.uint8)}
+    for name, value in kinds.items():
+        value = value if name == "inference" else value.clone()
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    engine = engine_for(model, keep_last_chunk=False)
+    engine.loss(random_ids(1, LENGTH)).backward()
+    loss = engine.loss(random_ids(1, LENGTH))
+    module.weight.data[3, 2] += 1
+    with pytest.raises(RuntimeError, match="parameters changed between the loss and its backward"):
+        loss.backward()
+
+
 def test_a_change_between_the_backwards_of_one_call_is_an_error(model: Any) -> None:
     documents = [random_ids(1, LENGTH, seed=seed)[0] for seed in (0, 1)]
     first, second = engine_for(model, keep_last_chunk=False).logprobs(documents)
