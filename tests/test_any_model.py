@@ -62,7 +62,14 @@ WINDOWS: dict[str, dict[str, Any]] = {"windowed": {"sliding_window": WINDOW, "us
 """A window forced upon the model, and what its config says by itself."""
 
 # Settings that single architectures cannot take, tried one after another.
-SWEEP_VARIANTS = [{}, {"pad_token_id": 0}, {"num_key_value_heads": 6}, {"head_dim": None}, {"num_experts_per_tok": 1}]
+SWEEP_VARIANTS = [
+    {},
+    {"pad_token_id": 0},
+    {"num_key_value_heads": 6},
+    {"head_dim": None},
+    {"num_experts_per_tok": 1},
+    {"use_sliding_window": None},
+]
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     model_type: (model_type, {})
