@@ -25,7 +25,7 @@ FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 
 
 class Trainer(AtomicCheckpoints):
-    """Use it as `transformers.Trainer`; `engine_config` and `optimizer` are the arguments more.
+    """Use it as `transformers.Trainer`; `engine_config`, `optimizer` and `max_skipped_steps` are the arguments more.
 
     Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
     Where `compute_metrics` is given, its `predictions` are therefore per-token log-probabilities [B, T]
@@ -34,6 +34,9 @@ class Trainer(AtomicCheckpoints):
     `optimizer` is "offloaded_adamw", with its states in host memory (`oomb.OffloadedAdamW`), or the same with states
     in 16 or 8 bits, "offloaded_adamw_bf16" or "offloaded_adamw_8bit". `optim_args` of `args` may say more of it, as in
     "master_weights=true". The engine then leaves no room for states on the GPU. By default `optim` of `args` decides.
+
+    Training stops with `oomb.NonFiniteError` before a NaN or an infinite loss or gradient reaches the weights.
+    `max_skipped_steps` is how many such steps are skipped before that; None turns the check off.
     """
 
     optimizer: Any

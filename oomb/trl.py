@@ -168,7 +168,12 @@ class TRLTrainer(Trainer):
     noted: tuple[str, ...] = ("entropy", "is_top1")
 
     def __init__(
-        self, *given: Any, engine_config: Config | None = None, optimizer: str | None = None, **options: Any
+        self,
+        *given: Any,
+        engine_config: Config | None = None,
+        optimizer: str | None = None,
+        max_skipped_steps: int | None = 0,
+        **options: Any,
     ) -> None:
         named = dict(inspect.signature(self.trl_class).bind(*given, **options).arguments)
         model, args = named.pop("model"), named.pop("args", None)
@@ -180,6 +185,7 @@ class TRLTrainer(Trainer):
             unwrap(model)
             _refuse_router_loss(model, args)
         _switch_off(args)
+        named["max_skipped_steps"] = max_skipped_steps
         super().__init__(model, args, engine_config=engine_config, optimizer=optimizer, **named)
 
     @property
@@ -230,7 +236,8 @@ class TRLTrainer(Trainer):
 
 
 class SFT(TRLTrainer):
-    """Use it as `trl.SFTTrainer`; `engine_config` and `optimizer` are the arguments more, as in `oomb.Trainer`.
+    """Use it as `trl.SFTTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
+    `max_skipped_steps`.
 
     `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
     """
@@ -249,7 +256,8 @@ class SFT(TRLTrainer):
 
 
 class DPO(TRLTrainer):
-    """Use it as `trl.DPOTrainer`; `engine_config` and `optimizer` are the arguments more, as in `oomb.Trainer`.
+    """Use it as `trl.DPOTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
+    `max_skipped_steps`.
 
     The reference model, where there is one, has an engine of its own. `compute_metrics` gets per-token
     log-probabilities [B, T] as `predictions`, not logits.

@@ -40,6 +40,8 @@ LAYERS = [
         "metrics",
         "options",
         "interrupts",
+        "finite",
+        "lock",
         "checkpoints",
         "quantised",
     },

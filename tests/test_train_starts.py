@@ -20,11 +20,11 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, data, presets
+from oomb import checkpoints, data, lock, presets
 from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
-from oomb.train import lock, outputs, prepare
+from oomb.train import outputs, prepare
 from oomb.train import run as run_module
 from oomb.train.settings import Settings
 from oomb.trainer import Trainer
@@ -168,9 +168,9 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
 
 def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its first step, and whatever else is said."""
-    holding = "import sys; from pathlib import Path; from oomb.train.lock import locked\n"
+    holding = "import sys; from pathlib import Path; from oomb.lock import locked\n"
     holding += "with locked(Path('out')): print('held', flush=True); input()"
-    refused = "another oomb train (process {}) writes to out; name another --output_dir"
+    refused = "another run (process {}) writes to out"
     with subprocess.Popen(
         [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -222,7 +222,7 @@ def test_where_there_are_no_locks_there_is_none(here: Path, monkeypatch: pytest.
 
     for change in (("fcntl", None), ("fcntl.flock", unsupported)):
         with monkeypatch.context() as patched:
-            patched.setattr(f"oomb.train.lock.{change[0]}", change[1])
+            patched.setattr(f"oomb.lock.{change[0]}", change[1])
             with lock.locked(Path("out")), lock.locked(Path("out")):
                 (Path("out") / change[0]).touch()
         assert (Path("out") / change[0]).exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +49,8 @@ class Encoded:
     spans: np.ndarray | None
     """[R, 2] of tokens that are learnt; None: all."""
     closes: bool
+    record: int = 0
+    """The number of its record in the source."""
 
 
 @dataclass
@@ -189,7 +191,7 @@ class Encoder:
                     f"{self._vocab_size}; name the tokenizer that belongs to the model with --tokenizer_name"
                 )
             tally.num_documents += found.closes
-            yield found
+            yield replace(found, record=int(index))
 
     def _encode(self, record: Record) -> Encoded | None:
         """None where it is empty."""

@@ -15,7 +15,7 @@ from oomb.data import shards
 from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
 from oomb.data.finding import STDLIB
 from oomb.data.sources import SEED, Source, open_source
-from oomb.data.tokens import Split, Tokens, Windows, is_learnt, pieces
+from oomb.data.tokens import Origins, Split, Tokens, Windows, is_learnt, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,6 +132,7 @@ def _tokenise(
     tally = Tally()
     is_all_read = True
     parts: list[np.ndarray] = []
+    records: list[int] = []
     spans: list[np.ndarray] = []
     ends: list[int] = []
     num_tokens = num_examples = opened_at = 0
@@ -139,6 +140,7 @@ def _tokenise(
         if document.spans is not None:
             spans.append(document.spans + num_tokens)
         parts.append(document.ids)
+        records.append(document.record)
         num_tokens += len(document.ids)
         if document.closes:
             ends.append(num_tokens)
@@ -164,7 +166,9 @@ def _tokenise(
         tally.num_documents += 1
     tally.refuse_nothing(source.name)
     joined = np.concatenate(spans) if spans else None
-    return Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined), tally, is_all_read
+    origins = Origins(source, np.array(records), np.cumsum([len(part) for part in parts], dtype=np.int64))
+    tokens = Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined, origins)
+    return tokens, tally, is_all_read
 
 
 def _refuse_too_little(name: str, tokens: Tokens, tally: Tally, max_length: int, unit: str) -> None:

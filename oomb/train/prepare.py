@@ -320,7 +320,9 @@ def trainer_of(
         data_collator=padded,
         engine_config=config,
         optimizer=settings.optim if is_offloaded else None,
+        max_skipped_steps=settings.max_skipped_steps,
     )
+    trainer.holds_lock = True
     if is_offloaded:
         trainer.create_optimizer()
     return trainer

@@ -165,6 +165,12 @@ class Settings:
     adam_beta2: float = setting(0.999, OPTIMIZER, "How long AdamW remembers their squares.", least=0, below=1)
     adam_epsilon: float = setting(1e-8, OPTIMIZER, "Added where AdamW divides.", least=0)
     max_grad_norm: float = setting(1.0, OPTIMIZER, "Clip gradients to this norm; 0: never.", least=0)
+    max_skipped_steps: int = setting(
+        0,
+        OPTIMIZER,
+        "Skip up to this many steps whose loss or gradient norm is NaN or infinite, then stop. 0: stop at the first.",
+        least=0,
+    )
 
     max_eval_samples: int = setting(
         1,
