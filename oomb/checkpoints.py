@@ -205,7 +205,7 @@ def set_aside(output_dir: Path, resumed: Path | None) -> None:
     warnings.warn(
         f"{output_dir} held checkpoints of an earlier run, the newest of step {step_of(folders[-1]):,}. They were "
         f"moved to {aside}: resume from one of them by its path, or delete them",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
