@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,9 @@ from oomb.resuming import AtomicCheckpoints
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 """What collators add for flash kernels; position_ids say the same."""
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Releases of transformers have the second name alone, or both for the same thing."""
+NO_CHECKPOINTING = dict.fromkeys(CHECKPOINTING, False) | {f"{name}_kwargs": None for name in CHECKPOINTING}
 
 
 class Trainer(AtomicCheckpoints):
@@ -51,7 +55,7 @@ class Trainer(AtomicCheckpoints):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         _refuse_arguments(args)
         offloaded = None if optimizer is None else _offloaded(optimizer, args)
-        _take_over(args)
+        args = _taken_over(args)
         self.engine_config = engine_config
         self._has_states_on_host = False
         self._engine: Engine | None = None
@@ -218,24 +222,30 @@ def _refuse_arguments(args: TrainingArguments) -> None:
         )
 
 
-def _take_over(args: TrainingArguments) -> None:
-    """Switches off what the engine does itself."""
-    if take_out_checkpointing(args):
+def _taken_over(args: TrainingArguments) -> TrainingArguments:
+    """Return the arguments with everything switched off that the engine does itself."""
+    if asks_for_checkpointing(args):
         _warn_of_checkpointing("TrainingArguments asks for gradient checkpointing (activation checkpointing)")
-    if args.n_gpu > 1:
-        # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
-        args._n_gpu = 1
+    # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
+    return with_settings(args, **NO_CHECKPOINTING, _n_gpu=min(args.n_gpu, 1))
 
 
-def take_out_checkpointing(args: Any) -> bool:
-    """Takes the request for checkpointing out of training arguments. Returns whether there was one."""
-    # Releases of transformers have the second name alone, or both for the same thing.
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)]
-    asked = any(getattr(args, name) for name in names)
-    for name in names:
-        setattr(args, name, False)
-        setattr(args, f"{name}_kwargs", None)
-    return asked
+def asks_for_checkpointing(args: Any) -> bool:
+    return any(getattr(args, name, False) for name in CHECKPOINTING)
+
+
+def with_settings(args: Any, **settings: Any) -> Any:
+    """Return training arguments with these settings, without those of them that `args` does not know.
+
+    The caller's object stays as it is: where a setting differs, this is a shallow copy, which keeps the device setup
+    that is cached on the object. Otherwise it is the same object.
+    """
+    changed = {name: value for name, value in settings.items() if getattr(args, name, value) != value}
+    if changed:
+        args = copy.copy(args)
+        for name, value in changed.items():
+            setattr(args, name, value)
+    return args
 
 
 def _warn_of_checkpointing(what: str) -> None:

@@ -25,7 +25,7 @@ from oomb.documents import Given
 from oomb.engine import Engine
 from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
 from oomb.refusals import unwrap
-from oomb.trainer import Trainer, layout_of, take_out_checkpointing, unknown_inputs
+from oomb.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""
@@ -179,8 +179,7 @@ class TRLTrainer(Trainer):
             # Here, before the data is tokenised; a model that is still a name is seen when TRL has loaded it.
             unwrap(model)
             _refuse_router_loss(model, args)
-        _switch_off(args)
-        super().__init__(model, args, engine_config=engine_config, optimizer=optimizer, **named)
+        super().__init__(model, _taken_over(args), engine_config=engine_config, optimizer=optimizer, **named)
 
     @property
     def engine(self) -> Engine:
@@ -367,13 +366,13 @@ def _router_loss_text(weight: float) -> str:
     )
 
 
-def _switch_off(args: Any) -> None:
-    """What the engine does itself. TRL's configs ask for gradient checkpointing by default, so that is no news."""
-    take_out_checkpointing(args)
+def _taken_over(args: Any) -> Any:
+    """Return the arguments with everything switched off that the engine does itself. TRL's configs ask for gradient
+    checkpointing by default, so that is no news."""
     if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False
         warnings.warn(
             "activation_offloading=True is switched off: the engine holds the activations of one chunk. To move K and "
             "V to the host, set gpu_memory in engine_config=oomb.Config(...).",
             stacklevel=4,
         )
+    return with_settings(args, **NO_CHECKPOINTING, activation_offloading=False)
