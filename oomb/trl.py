@@ -180,6 +180,11 @@ class TRLTrainer(Trainer):
             unwrap(model)
             _refuse_router_loss(model, args)
         super().__init__(model, _taken_over(args), engine_config=engine_config, optimizer=optimizer, **named)
+        if getattr(self, "_is_vision_dataset", False):
+            raise ValueError(
+                "the training data has images, which the engine does not read: leave out the columns image and images, "
+                f"or train with trl.{self.trl_class.__name__}"
+            )
 
     @property
     def engine(self) -> Engine:

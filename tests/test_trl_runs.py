@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import load
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 
 import oomb
 
@@ -80,6 +80,24 @@ def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
                 train_dataset=data(),
                 **options,
             )
+
+
+class Processor(ProcessorMixin):
+    """What TRL takes for the sign of a vision-language model."""
+
+    def __init__(self, folder: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
+def test_images_are_refused_before_the_first_step(tmp_path: Path, folder: str, kind: str, data: Any) -> None:
+    with pytest.raises(ValueError, match=rf"the training data has images.*trl\.{kind}Trainer"):
+        getattr(oomb, f"{kind}Trainer")(
+            model=load(folder),
+            args=getattr(trl, f"{kind}Config")(output_dir=str(tmp_path), **{**SETTINGS, "eval_strategy": "no"}),
+            train_dataset=data().add_column("images", [[] for _ in data()]),
+            processing_class=Processor(folder),
+        )
 
 
 def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
