@@ -261,6 +261,7 @@ class DPO(TRLTrainer):
 
     noted: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
     precompute_ref_logps: bool
+    _precompute_model_hash: Any
 
     def __init__(self, *given: Any, **options: Any) -> None:
         self._reference: Engine | None = None
@@ -280,6 +281,15 @@ class DPO(TRLTrainer):
         if self._reference is None:
             self._reference = Engine(self.ref_model, self.engine_config)
         return self._reference
+
+    def _precompute_ref_logps(self, *positional: Any, **options: Any) -> Any:
+        # TRL keeps the results on disk by data and weights. They also depend on these, so both are part of the name.
+        model_hash = getattr(self, "_precompute_model_hash", None)
+        self._precompute_model_hash = repr((model_hash, self.ld_alpha, self.engine.config))
+        try:
+            return super()._precompute_ref_logps(*positional, **options)
+        finally:
+            self._precompute_model_hash = model_hash
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         engine = self.reference_engine

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, ProcessorMixin
 import oomb
 
 trl = pytest.importorskip("trl")
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
@@ -98,6 +98,40 @@ def test_images_are_refused_before_the_first_step(tmp_path: Path, folder: str, k
             train_dataset=data().add_column("images", [[] for _ in data()]),
             processing_class=Processor(folder),
         )
+
+
+@pytest.mark.parametrize(
+    ("args", "config"),
+    [({"ld_alpha": 0.1}, CHUNKED), ({}, oomb.Config(chunk_size=16, page_size=8, page_budget=2))],
+    ids=["ld_alpha", "sparse attention"],
+)
+def test_references_on_disk_are_those_of_these_settings(
+    tmp_path: Path, folder: str, args: dict[str, Any], config: oomb.Config
+) -> None:
+    """TRL keeps what it has computed beforehand beside the data, and reads it again."""
+    pairs().save_to_disk(str(tmp_path / "pairs"))
+
+    def references(data: Any, args: dict[str, Any], config: oomb.Config) -> torch.Tensor:
+        settings = {**SETTINGS, "eval_strategy": "no", "precompute_ref_log_probs": True, **args}
+        trainer = oomb.DPOTrainer(
+            folder,
+            args=trl.DPOConfig(output_dir=str(tmp_path / "out"), **settings),
+            train_dataset=data,
+            engine_config=config,
+        )
+        return torch.tensor(trainer.train_dataset["ref_chosen_logps"])
+
+    def on_disk() -> Any:
+        return datasets.load_from_disk(str(tmp_path / "pairs"))
+
+    plain = references(on_disk(), {}, CHUNKED)
+    expected = references(pairs(), args, config)
+    torch.testing.assert_close(references(on_disk(), args, config), expected)
+    assert not torch.allclose(plain, expected)
+    # They are read again where nothing has changed.
+    num_files = len(list((tmp_path / "pairs").iterdir()))
+    torch.testing.assert_close(references(on_disk(), {}, CHUNKED), plain)
+    assert len(list((tmp_path / "pairs").iterdir())) == num_files
 
 
 def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
