@@ -300,6 +300,11 @@ def callers_autocast(device_type: str) -> torch.autocast:
     )
 
 
+def is_running() -> bool:
+    """Whether a pass of an engine runs now."""
+    return _running is not None
+
+
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether a layer recomputes itself in the backward because the model's own switch says so."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

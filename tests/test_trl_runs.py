@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from scripts import load
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 
 import oomb
 
 trl = pytest.importorskip("trl")
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
@@ -80,6 +80,58 @@ def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
                 train_dataset=data(),
                 **options,
             )
+
+
+class Processor(ProcessorMixin):
+    """What TRL takes for the sign of a vision-language model."""
+
+    def __init__(self, folder: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
+def test_images_are_refused_before_the_first_step(tmp_path: Path, folder: str, kind: str, data: Any) -> None:
+    with pytest.raises(ValueError, match=rf"the training data has images.*trl\.{kind}Trainer"):
+        getattr(oomb, f"{kind}Trainer")(
+            model=load(folder),
+            args=getattr(trl, f"{kind}Config")(output_dir=str(tmp_path), **{**SETTINGS, "eval_strategy": "no"}),
+            train_dataset=data().add_column("images", [[] for _ in data()]),
+            processing_class=Processor(folder),
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "config"),
+    [({"ld_alpha": 0.1}, CHUNKED), ({}, oomb.Config(chunk_size=16, page_size=8, page_budget=2))],
+    ids=["ld_alpha", "sparse attention"],
+)
+def test_references_on_disk_are_those_of_these_settings(
+    tmp_path: Path, folder: str, args: dict[str, Any], config: oomb.Config
+) -> None:
+    """TRL keeps what it has computed beforehand beside the data, and reads it again."""
+    pairs().save_to_disk(str(tmp_path / "pairs"))
+
+    def references(data: Any, args: dict[str, Any], config: oomb.Config) -> torch.Tensor:
+        settings = {**SETTINGS, "eval_strategy": "no", "precompute_ref_log_probs": True, **args}
+        trainer = oomb.DPOTrainer(
+            folder,
+            args=trl.DPOConfig(output_dir=str(tmp_path / "out"), **settings),
+            train_dataset=data,
+            engine_config=config,
+        )
+        return torch.tensor(trainer.train_dataset["ref_chosen_logps"])
+
+    def on_disk() -> Any:
+        return datasets.load_from_disk(str(tmp_path / "pairs"))
+
+    plain = references(on_disk(), {}, CHUNKED)
+    expected = references(pairs(), args, config)
+    torch.testing.assert_close(references(on_disk(), args, config), expected)
+    assert not torch.allclose(plain, expected)
+    # They are read again where nothing has changed.
+    num_files = len(list((tmp_path / "pairs").iterdir()))
+    torch.testing.assert_close(references(on_disk(), {}, CHUNKED), plain)
+    assert len(list((tmp_path / "pairs").iterdir())) == num_files
 
 
 def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
