@@ -23,7 +23,7 @@ NEEDLES = "Needles in a haystack"
 
 
 @with_engine_options("checkpoint_layers", "keep_attention", "param_grad_dtype", "grad_dtype")
-@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join"))
+@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join", "skip_dataset_check"))
 def eval_(
     model: Annotated[
         str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,20 @@ def unused_settings(settings: Settings) -> str | None:
     return f"{' and '.join(given)} mean nothing without --use_peft: all weights are trained."
 
 
+def skipped_check(settings: Settings) -> str | None:
+    """Return a warning if the dataset is one that could be checked for damage and is not."""
+    return data.unchecked(settings.dataset) if settings.skip_dataset_check else None
+
+
 def load_windows(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    device: torch.device,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> data.Split:
-    """As many windows as the run reads, where it reads some of them only."""
+    """As many windows as the run reads, where it reads some of them only. `report` hears of the check of token shards,
+    in bytes."""
     steps = settings.max_steps or _demo_steps(settings, device)
     split = data.open_dataset(
         settings.dataset,
@@ -167,6 +178,8 @@ def load_windows(
         num_train=None if steps is None else steps * settings.windows_per_step,
         num_held_out=settings.max_eval_samples,
         seed=settings.seed,
+        skip_check=settings.skip_dataset_check,
+        report=report,
     )
     if len(split.train) < settings.per_device_train_batch_size:
         raise ValueError(

@@ -126,6 +126,12 @@ class Settings:
         "What a folder of text files is: documents, one a file; or a repository, one document with their names in it.",
         choices=("documents", "repository"),
     )
+    skip_dataset_check: bool = setting(
+        False,
+        DATA,
+        "Do not compare the checksums of a folder that oomb tokenize wrote: for sets so large that reading them once "
+        "takes too long. Damaged token ids would then be trained on.",
+    )
 
     max_steps: int | None = setting(
         None,
