@@ -20,10 +20,12 @@ from oomb.options import DATA, OUTPUT, Device, Dtype, parse_list, parse_tokens, 
 from oomb.train.settings import check_value
 
 NEEDLES = "Needles in a haystack"
+READING = ("tokenizer_name", "trust_remote_code", "dataset", "packing", "dataset_join", "skip_dataset_check")
+"""Settings of `oomb train` that this command takes too."""
 
 
 @with_engine_options("checkpoint_layers", "keep_attention", "param_grad_dtype", "grad_dtype")
-@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join", "skip_dataset_check"))
+@with_options("reading", train_options(*READING))
 def eval_(
     model: Annotated[
         str,

@@ -18,7 +18,7 @@ from rich.markup import escape
 from oomb import presets
 from oomb.commands.shared import CommandOfSettings, one_clear_message, quiet
 from oomb.config import parse_bytes
-from oomb.options import DATA, MACHINE, OUTPUT
+from oomb.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
 
 # Between two plain lines, where the output is no terminal.
 PLAIN_INTERVAL_S = 30.0
@@ -46,6 +46,7 @@ def tokenize(
             rich_help_panel=DATA,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     join: Annotated[
         str,
         typer.Option(
@@ -99,7 +100,7 @@ def tokenize(
             tokenizer_name=tokenizer_name,
             load_tokenizer=None
             if tokenizer_name is None
-            else functools.partial(presets.load_tokenizer, tokenizer_name),
+            else functools.partial(presets.load_tokenizer, tokenizer_name, trust_remote_code=trust_remote_code),
             join=join,
             seed=seed,
             shard_bytes=parse_bytes(shard_size, "--shard_size"),

@@ -44,6 +44,7 @@ class Settings:
 
     model_name_or_path: str
     tokenizer_name: str | None = None
+    trust_remote_code: bool = False
     dataset: str = data.STDLIB
     packing: str = "auto"
     dataset_join: str = "documents"
@@ -80,11 +81,12 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     presets.resolve_dtype(settings.dtype, device)
     base = base_of(settings.model_name_or_path)
     whole = settings.model_name_or_path if base is None else base
-    model_config = presets.load_config(whole)
-    tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base))
+    trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    model_config = presets.load_config(whole, **trust)
+    tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base), **trust)
     if settings.tokenizer_name is not None and tokenizer is not None:
         own_name = _tokenizer_name(replace(settings, tokenizer_name=None), base) or whole
-        fault = presets.another_tokenizer(settings.tokenizer_name, tokenizer, own_name)
+        fault = presets.another_tokenizer(settings.tokenizer_name, tokenizer, own_name, **trust)
         if fault is not None:
             raise ValueError(f"--tokenizer_name {fault}. Leave out --tokenizer_name")
     # Text is cheaper to find fault with than weights are to load.
@@ -95,7 +97,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     _describe(settings, base, split, windows, console)
 
     torch.manual_seed(settings.seed)
-    model = presets.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config)
+    model = presets.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config, **trust)
     engine = Engine(model if base is None else with_adapters(model, settings.model_name_or_path), config)
     lengths = [len(window["input_ids"]) for window in windows] + [h.length for h in haystacks for _ in range(2)]
     with _showing(engine, lengths, console):
@@ -132,17 +134,21 @@ def evaluate(
 
 
 def tokenizer_for(
-    name_or_path: str, config: PretrainedConfig, tokenizer_name: str | None = None
+    name_or_path: str,
+    config: PretrainedConfig,
+    tokenizer_name: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that is named, or the model's own; None for presets and what was trained from them on bytes."""
     vocab_size = config.get_text_config().vocab_size
     if tokenizer_name is not None:
-        tokenizer = presets.load_tokenizer(tokenizer_name)
+        tokenizer = presets.load_tokenizer(tokenizer_name, trust_remote_code=trust_remote_code)
     elif presets.is_preset(name_or_path):
         tokenizer = None
     else:
         try:
-            tokenizer = presets.load_tokenizer(name_or_path)
+            tokenizer = presets.load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
         except ValueError:
             if vocab_size != presets.PRESETS["demo"]["vocab_size"]:
                 raise

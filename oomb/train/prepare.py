@@ -81,7 +81,8 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
             dtype = "float32"
         else:
             is_wide = trains_weights and not keeps_updates
-            fits = MASTER_BYTES * skeleton(model_config).num_parameters() <= MASTER_SHARE * gpu_bytes
+            num_parameters = skeleton(model_config, settings.trust_remote_code).num_parameters()
+            fits = MASTER_BYTES * num_parameters <= MASTER_SHARE * gpu_bytes
             dtype = "float32" if is_wide and fits else "bfloat16"
     mixed = settings.bf16
     if mixed is None:
@@ -97,10 +98,10 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
     return Precision(dtype, mixed, warning)
 
 
-def skeleton(model_config: PretrainedConfig) -> Any:
+def skeleton(model_config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """The model without its numbers."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
 
 
 def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
@@ -108,7 +109,7 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
     targets = settings.target_modules
     if isinstance(targets, str):
         return
-    modules = skeleton(model_config).named_modules()
+    modules = skeleton(model_config, settings.trust_remote_code).named_modules()
     names = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -117,9 +118,10 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
 
 
 def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
+    trust = {"trust_remote_code": settings.trust_remote_code}
     if settings.tokenizer_name is not None:
-        named = presets.load_tokenizer(settings.tokenizer_name)
-        fault = presets.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path)
+        named = presets.load_tokenizer(settings.tokenizer_name, **trust)
+        fault = presets.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path, **trust)
         if fault is not None:
             remedy = "or train a preset, or a model that was made for this tokenizer"
             raise SettingError("tokenizer_name", f"{fault}. Leave out --tokenizer_name; {remedy}")
@@ -127,7 +129,7 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
     if presets.is_preset(settings.model_name_or_path):
         return None
     try:
-        return presets.load_tokenizer(settings.model_name_or_path)
+        return presets.load_tokenizer(settings.model_name_or_path, **trust)
     except ValueError:
         # What `oomb train` saves of a byte-level model has no tokenizer, and reads bytes again.
         if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
@@ -283,13 +285,14 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
     """The model to train, with new adapters or those of the checkpoint to resume from."""
     torch.manual_seed(settings.seed)
     resume = settings.resume_from_checkpoint
+    options: dict[str, Any] = {"dtype": dtype, "device": str(device), "trust_remote_code": settings.trust_remote_code}
     if settings.load_in_4bit:
         model = _in_4_bits(settings, model_config, device)
     elif resume is not None and not settings.use_peft:
         # The trainer loads the checkpoint only when it trains; the held-out loss before that is to be the checkpoint's.
-        model = presets.load_model(resume, dtype=dtype, device=str(device))
+        model = presets.load_model(resume, **options)
     else:
-        model = presets.load_model(settings.model_name_or_path, config=model_config, dtype=dtype, device=str(device))
+        model = presets.load_model(settings.model_name_or_path, config=model_config, **options)
     return _with_adapters(settings, model) if settings.use_peft else model
 
 
@@ -299,6 +302,7 @@ def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch
     return presets.load_weights(
         settings.model_name_or_path,
         config=model_config,
+        trust_remote_code=settings.trust_remote_code,
         dtype=torch.bfloat16,
         quantization_config=bits_config(load_in_4bit=True),
         device_map={"": device},

@@ -73,7 +73,7 @@ def _run(
             console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
 
     # Text is cheaper to find fault with than weights are to load.
-    model_config = presets.load_config(settings.model_name_or_path)
+    model_config = presets.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
     if settings.use_peft:
         prepare.check_targets(settings, model_config)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
