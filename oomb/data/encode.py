@@ -148,6 +148,11 @@ class Encoder:
         vocabulary = self._tokenizer.get_vocab()
         return max(len(vocabulary), max(vocabulary.values()) + 1)
 
+    @property
+    def dtype(self) -> str:
+        """The type of the ids on disk."""
+        return "<u2" if self.num_ids <= 1 << 16 else "<u4"
+
     def fingerprint(self) -> str:
         """Equal for tokenizers that give the same ids. Of the chat template too, where it is used."""
         if self._tokenizer is None:

@@ -350,9 +350,11 @@ def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -
     go_on = {"model_name_or_path": str(saved_to), "dataset": settings.dataset, "learning_rate": settings.learning_rate}
     go_on |= {"packing": settings.packing, "dataset_join": settings.dataset_join}
     go_on |= {"max_length": context, "max_steps": 10, **where, **settings.engine}
+    trust = " --trust_remote_code" if settings.trust_remote_code else ""
+    verify = f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}{trust}"
     commands = {
-        f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}": "check its gradients on this machine",
-        f"train{_options(go_on)}": "go on at twice the context" if is_possible else "go on",
+        verify: "check its gradients on this machine",
+        f"train{_options(go_on)}{trust}": "go on at twice the context" if is_possible else "go on",
     }
     if settings.model_name_or_path == DEMO:
         commands["train --dataset FOLDER"] = "the same on your own text"

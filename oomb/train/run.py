@@ -23,6 +23,7 @@ from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.lock import locked
 from oomb.memory import free_host_bytes
 from oomb.metrics import JsonLines, MemoryMeter, gib, machine
+from oomb.panel import bytes_bar
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.train import config_file, outputs, prepare
@@ -64,18 +65,24 @@ def _run(
 ) -> int:
     """In a folder that no other run writes to."""
     started, resume = time.monotonic(), settings.resume_from_checkpoint
-    for said in (prepare.what_a_preset_is(settings), prepare.unused_settings(settings)):
+    for said in (
+        prepare.what_a_preset_is(settings),
+        prepare.unused_settings(settings),
+        prepare.skipped_check(settings),
+    ):
         if said is not None:
             console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
 
     # Text is cheaper to find fault with than weights are to load.
-    model_config = presets.load_config(settings.model_name_or_path)
+    model_config = presets.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
     if settings.use_peft:
         prepare.check_targets(settings, model_config)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     precision = prepare.precision_of(settings, gpu_bytes, model_config)
     tokenizer = prepare.load_tokenizer(settings, model_config)
-    split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
+    vocab_size = model_config.get_text_config().vocab_size
+    with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
+        split = prepare.load_windows(settings, tokenizer, vocab_size, device, report_check)
     probe = Probe(settings, split, tokenizer)
     told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
     for change in outputs.changes(replace(told, resume_from_checkpoint=resume)):
