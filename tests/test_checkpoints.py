@@ -14,16 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tiny_model
 from transformers import TrainerCallback
+from waiting import HANG_S
 
 import oomb
 from oomb import checkpoints
 
 ROOT = Path(__file__).parents[1]
+NO_PROCESS = 2**30
+"""A number above all that a system gives: that of a process which has ended may be given again."""
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
@@ -130,8 +132,7 @@ def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
 
 def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    pid = int(dead.stdout)
+    pid = NO_PROCESS
     try:
         write(tmp_path / "checkpoint-1")
         write(tmp_path / "checkpoint-3", "new")
@@ -362,7 +363,7 @@ def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
         pytest.skip("this user may not mount a file system")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     program = [*shell, str(tmp_path / "run"), sys.executable, "-c", FULL, str(tmp_path / "run")]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=180)
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("FULL ") for line in done.stdout.splitlines() if line.startswith("FULL")]
     causes = ["No space left on device", "SafetensorError", "RuntimeError"]
@@ -384,8 +385,7 @@ def test_a_named_broken_one_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_run_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
-    number = next(number for number in range(2**22 - 1, 0, -1) if not psutil.pid_exists(number))
-    (tmp_path / f".checkpoint-2.partial-{number}" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / f".checkpoint-2.partial-{NO_PROCESS}" / "checkpoint-2").mkdir(parents=True)
     train(tmp_path, save_total_limit=1)
     assert names(tmp_path) == {"checkpoint-4"}
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())

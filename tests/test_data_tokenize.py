@@ -186,7 +186,7 @@ shards.write_shard = write
 if __name__ == "__main__":
     cli.app(sys.argv[1:])
 """
-"""Writes three shards, and reads no more than the beginning of any other. Workers run it as well, up to its last line."""
+"""Writes three shards, and reads no more than the beginning of any other. Workers run all but its last line."""
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 import typer
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
+from waiting import HANG_S
 
 import oomb
 from oomb import cli, presets
@@ -179,14 +180,14 @@ try:
 except ModuleNotFoundError:
     print("imported all without", *[name for name in blocked if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "imported all without"
 
 
 def test_import_oomb_and_help_stay_light() -> None:
     program = "import sys, oomb, oomb.cli; print(*[m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 
 
@@ -392,10 +393,10 @@ def test_the_tree_is_clean(check: list[str]) -> None:
     program = shutil.which(check[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         pytest.skip(f"{check[0]} is not installed")
-    done = subprocess.run([program, *check[1:]], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run([program, *check[1:]], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_tables_say_what_the_result_files_say() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/update_tables.py", "--check"], cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "benchmarks/update_tables.py", "--check"], cwd=ROOT, timeout=HANG_S)
     assert done.returncode == 0, "run python benchmarks/update_tables.py"

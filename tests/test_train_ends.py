@@ -22,6 +22,7 @@ from command import TOY_RUN, invoke
 from terminal import Terminal
 from test_checkpoints import trainer_in
 from transformers import PreTrainedModel
+from waiting import HANG_S
 
 from oomb import checkpoints, presets
 from oomb.interrupts import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
@@ -360,7 +361,7 @@ def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "COLUMNS": "200", "TMPDIR": str(places / "temporary")}
     flags = [*TOY, "--max_steps", "20", "--save_steps", "4"]
     program = [*shell, mounted, "sh", sys.executable, "-c", FULL, *flags]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=180)
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert "FULL [Errno 28] No space left on device" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("out/metrics.jsonl cannot be written (No space left on device)") == 1
