@@ -95,10 +95,11 @@ def test_the_command_names_the_machine_and_the_limits(tmp_path: Path) -> None:
     assert " ms, " in words
     assert "of 57.60 GiB, 90%" in invoke("plan", *arguments, "--host", "64GiB").output
     assert invoke("plan", *arguments, "--host", "auto").exit_code == 0
-    started = time.monotonic()
+    # Of this thread alone: other programs on the machine take no part of it.
+    started = time.thread_time()
     picture = tmp_path / "long.svg"
     assert invoke("plan", *arguments, "--context", "100000M", "--host", "64GiB", "--plot", picture).exit_code == 1
-    assert time.monotonic() - started < 5 and picture.read_text().startswith("<?xml")
+    assert time.thread_time() - started < 5 and picture.read_text().startswith("<?xml")
 
 
 def test_learned_positions_are_a_limit(tmp_path: Path) -> None:
