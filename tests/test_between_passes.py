@@ -114,6 +114,7 @@ def test_a_vocabulary_resized_after_the_engine_was_made(model: Any) -> None:
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
 
 
+@pytest.mark.timing
 def test_two_threads_take_turns() -> None:
     models = [build("llama", seed=seed) for seed in (0, 1)]
     failures: list[BaseException] = []

@@ -130,6 +130,7 @@ def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"checkpoint-10"}
 
 
+@pytest.mark.timing
 def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     pid = NO_PROCESS
@@ -349,6 +350,7 @@ for name in ("foreseen", "weights", "optimizer"):
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
     """As safetensors and torch.save meet it, in file systems that hold two checkpoints and some of a third."""
@@ -384,6 +386,7 @@ def test_a_named_broken_one_is_not_loaded(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["step"] == 1 and trainer.state.global_step == 4
 
 
+@pytest.mark.timing
 def test_a_run_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
     (tmp_path / f".checkpoint-2.partial-{NO_PROCESS}" / "checkpoint-2").mkdir(parents=True)
     train(tmp_path, save_total_limit=1)

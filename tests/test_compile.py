@@ -82,6 +82,7 @@ def compile_all() -> None:
         print(path, flush=True)
 
 
+@pytest.mark.timing
 def test_every_kernel_compiles_for_an_h200() -> None:
     """In a process of its own: this one has the interpreter in the compiler's place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

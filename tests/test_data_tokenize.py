@@ -100,6 +100,7 @@ def killed(action: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("moment", ["in a file", "before a rename", "after a rename", "at a removal"])
 def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
     tmp_path: Path, source: Path, moment: str
@@ -189,6 +190,7 @@ if __name__ == "__main__":
 """Writes three shards, and reads no more than the beginning of any other. Workers run all but its last line."""
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_two_processes_killed_and_started_again(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl.gz"
@@ -222,6 +224,7 @@ def test_two_processes_killed_and_started_again(tmp_path: Path) -> None:
     assert files(tmp_path / "tokens") == files(tmp_path / "whole")
 
 
+@pytest.mark.timing
 def test_what_has_changed_is_named(tmp_path: Path, source: Path) -> None:
     output = tmp_path / "tokens"
     job = functools.partial(job_of, source, output)
@@ -355,6 +358,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, source: Path, m
     assert files(output) == files(tmp_path / "whole")
 
 
+@pytest.mark.timing
 def test_a_bad_line_is_named_by_any_number_of_processes(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl", *[{"text": "word " * 50}] * 30, {"text": 5}, *[{"text": "word " * 50}] * 30
@@ -399,6 +403,7 @@ def test_wrong_options_are_told_before_anything_is_written(
     assert set(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.timing
 def test_the_command_shows_what_it_does(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("tokenize", "--dataset", source, "--output", tmp_path / "tokens", "--num_proc", "1")
     assert result.exit_code == 0, result.output

@@ -41,6 +41,7 @@ def assert_loadable(checkpoint: Path) -> None:
     assert state["global_step"] == checkpoints.step_of(checkpoint)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_ten_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import killed_run

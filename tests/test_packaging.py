@@ -162,6 +162,7 @@ def test_third_party_imports_are_declared() -> None:
             assert package in (core if at_top else core | extras), f"{name} imports {package}"
 
 
+@pytest.mark.timing
 def test_every_module_imports_with_the_core_dependencies_alone() -> None:
     program = f"""
 import importlib, importlib.machinery, sys
@@ -185,6 +186,7 @@ except ModuleNotFoundError:
     assert done.stdout.strip() == "imported all without"
 
 
+@pytest.mark.timing
 def test_import_oomb_and_help_stay_light() -> None:
     program = "import sys, oomb, oomb.cli; print(*[m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
@@ -387,6 +389,7 @@ def test_the_tests_run_with_releases_that_the_package_takes() -> None:
     assert f">={versions[1].removesuffix('.0')}" in str(taken["transformers"]).split(",")
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
 def test_the_tree_is_clean(check: list[str]) -> None:
@@ -397,6 +400,7 @@ def test_the_tree_is_clean(check: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timing
 def test_tables_say_what_the_result_files_say() -> None:
     done = subprocess.run([sys.executable, "benchmarks/update_tables.py", "--check"], cwd=ROOT, timeout=HANG_S)
     assert done.returncode == 0, "run python benchmarks/update_tables.py"

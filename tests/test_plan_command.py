@@ -98,6 +98,7 @@ def test_the_command_names_the_machine_and_the_limits() -> None:
     assert invoke("plan", *arguments, "--host", "auto").exit_code == 0
 
 
+@pytest.mark.timing
 def test_a_context_is_planned_as_quickly_as_a_hundredth_of_it(tmp_path: Path) -> None:
     picture = tmp_path / "long.svg"
 

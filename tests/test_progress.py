@@ -75,6 +75,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     opened.close()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("flags", "columns", "lines", "env"), [([], 80, 24, {}), (["--use_peft"], 120, 40, {"NO_COLOR": "1"})]
 )
@@ -116,6 +117,7 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
     assert not terminal.screen.cursor.hidden
 
 
+@pytest.mark.timing
 def test_a_window_that_changes_its_size(terminal: Terminal) -> None:
     terminal.train(*TOY, columns=80, lines=24, stops=[[1, "gradient", 1]])
     assert terminal.report() == {"at": [1, "gradient", 1]}
@@ -130,6 +132,7 @@ def test_a_window_that_changes_its_size(terminal: Terminal) -> None:
     assert "╭" not in terminal.text()
 
 
+@pytest.mark.timing
 def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
     terminal.train(*TOY, columns=80, lines=24, stops=[[2, "gradient", 2]])
     assert terminal.report() == {"at": [2, "gradient", 2]}
@@ -146,6 +149,7 @@ def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
     assert "╭" not in text and not terminal.screen.cursor.hidden
 
 
+@pytest.mark.timing
 def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal) -> None:
     terminal.train(*TOY, columns=80, lines=60, TERM="dumb")
     assert terminal.report() == {"exit": 0}
@@ -175,6 +179,7 @@ def test_the_little_curve() -> None:
     assert sparkline([]) == ""
 
 
+@pytest.mark.timing
 def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
@@ -228,6 +233,7 @@ class Log:
         self.records.append(json.loads(json.dumps(record)))
 
 
+@pytest.mark.timing
 def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now, screen, log = [0.0], StringIO(), Log()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

@@ -219,6 +219,7 @@ def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
     assert "The loss was not a finite number in 2 of 6 steps" in text
 
 
+@pytest.mark.timing
 def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     values = [(float(i), math.sin(i / 50) + (100.0 if i == 31_234 else 0.0)) for i in range(50_000)]
     kept = thin(values)

@@ -349,6 +349,7 @@ raise SystemExit(cli.app(["train", *sys.argv[1:]], standalone_mode=False))
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
     """A real one: metrics, checkpoints and the model all find no room after the second step."""
@@ -383,6 +384,7 @@ def hangup_by_default() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("hangup_by_default")
 def test_a_lost_connection_is_a_request_to_stop() -> None:
     said: list[str] = []
@@ -410,6 +412,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.timing
 def test_what_is_printed_raises_no_error_of_the_system() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -426,6 +429,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
     assert buffer.getvalue() == "kept\n"
 
 
+@pytest.mark.timing
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
     with open("/dev/full", "w", buffering=1) as stream, (tmp_path / "log").open("w") as file:
@@ -440,6 +444,7 @@ def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
         lasting.end()
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_run_whose_output_finds_no_room_ends_as_any(places: Path) -> None:
@@ -456,6 +461,7 @@ def test_a_run_whose_output_finds_no_room_ends_as_any(places: Path) -> None:
     assert Path("out/model/model.safetensors").is_file()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("on_hangup", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_run_outlives_its_terminal(places: Path, on_hangup: signal.Handlers) -> None:
     pytest.importorskip("pyte")
