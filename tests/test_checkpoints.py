@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import psutil
 import pytest
 import torch
 from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tiny_model
 from transformers import TrainerCallback
+from waiting import HANG_S
 
 import oomb
 from oomb import checkpoints
 
 ROOT = Path(__file__).parents[1]
+NO_PROCESS = 2**30
+"""A number above all that a system gives: that of a process which has ended may be given again."""
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
@@ -148,14 +150,10 @@ def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"checkpoint-10"}
 
 
-def dead_pid() -> int:
-    """The highest number that no process has: those of processes that have just ended are given out again."""
-    return next(number for number in range(2**22 - 1, 0, -1) if not psutil.pid_exists(number))
-
-
+@pytest.mark.timing
 def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pid = dead_pid()
+    pid = NO_PROCESS
     try:
         write(tmp_path / "checkpoint-1")
         write(tmp_path / "checkpoint-3", "new")
@@ -372,6 +370,7 @@ for name in ("foreseen", "weights", "optimizer"):
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
     """As safetensors and torch.save meet it, in file systems that hold two checkpoints and some of a third."""
@@ -386,7 +385,7 @@ def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
         pytest.skip("this user may not mount a file system")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     program = [*shell, str(tmp_path / "run"), sys.executable, "-c", FULL, str(tmp_path / "run")]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=900)
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("FULL ") for line in done.stdout.splitlines() if line.startswith("FULL")]
     causes = ["No space left on device", "SafetensorError", "RuntimeError"]
@@ -407,8 +406,9 @@ def test_a_named_broken_one_is_not_loaded(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["step"] == 1 and trainer.state.global_step == 4
 
 
+@pytest.mark.timing
 def test_a_run_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
-    (tmp_path / f".checkpoint-2.partial-{dead_pid()}" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / f".checkpoint-2.partial-{NO_PROCESS}" / "checkpoint-2").mkdir(parents=True)
     train(tmp_path, save_total_limit=1)
     assert names(tmp_path) == {"checkpoint-4"}
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())

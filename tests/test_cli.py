@@ -164,6 +164,7 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.timing
 def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = trainer.Trainer.evaluate
     monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
@@ -199,6 +200,7 @@ def test_an_error_in_the_last_evaluation_keeps_the_model(here: Path, monkeypatch
     assert (here / "out" / "model" / "config.json").is_file()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     step_end = TrainingDisplay.on_step_end

@@ -22,6 +22,7 @@ from command import TOY_RUN, invoke
 from terminal import Terminal
 from test_checkpoints import trainer_in
 from transformers import PreTrainedModel
+from waiting import HANG_S
 
 from oomb import checkpoints, presets
 from oomb.interrupts import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
@@ -348,6 +349,7 @@ raise SystemExit(cli.app(["train", *sys.argv[1:]], standalone_mode=False))
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
     """A real one: metrics, checkpoints and the model all find no room after the second step."""
@@ -360,7 +362,7 @@ def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "COLUMNS": "200", "TMPDIR": str(places / "temporary")}
     flags = [*TOY, "--max_steps", "20", "--save_steps", "4"]
     program = [*shell, mounted, "sh", sys.executable, "-c", FULL, *flags]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=180)
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert "FULL [Errno 28] No space left on device" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("out/metrics.jsonl cannot be written (No space left on device)") == 1
@@ -382,6 +384,7 @@ def hangup_by_default() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.timing
 @pytest.mark.usefixtures("hangup_by_default")
 def test_a_lost_connection_is_a_request_to_stop() -> None:
     said: list[str] = []
@@ -409,6 +412,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.timing
 def test_what_is_printed_raises_no_error_of_the_system() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -425,6 +429,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
     assert buffer.getvalue() == "kept\n"
 
 
+@pytest.mark.timing
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
     with open("/dev/full", "w", buffering=1) as stream, (tmp_path / "log").open("w") as file:
@@ -439,6 +444,7 @@ def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
         lasting.end()
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_run_whose_output_finds_no_room_ends_as_any(places: Path) -> None:
@@ -455,6 +461,7 @@ def test_a_run_whose_output_finds_no_room_ends_as_any(places: Path) -> None:
     assert Path("out/model/model.safetensors").is_file()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("on_hangup", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_run_outlives_its_terminal(places: Path, on_hangup: signal.Handlers) -> None:
     pytest.importorskip("pyte")

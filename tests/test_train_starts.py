@@ -70,6 +70,7 @@ def fail() -> None:
     raise RuntimeError("the GPU has fallen off the bus")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("happens", "code", "said"),
     [
@@ -166,6 +167,7 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
                 output_dir_of(Settings(output_dir=str(folder)))
 
 
+@pytest.mark.timing
 def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its first step, and whatever else is said."""
     holding = "import sys; from pathlib import Path; from oomb.lock import locked\n"
@@ -354,6 +356,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monke
     assert "UserWarning" not in done.output and "trainer.py" not in done.output
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("output_dir", ["out", "my runs/the 1st", "ABSOLUTE/with 'quotes' and $HOME"])
 def test_the_command_that_goes_on_can_be_copied(here: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str) -> None:
     """Of a run with a settings file and flags, that reads its text less than once."""
