@@ -109,10 +109,21 @@ def read(
     # A row may be longer than all that stands in it.
     batch = Batch.check(input_ids, labels, attention_mask, **{**limits, "num_positions": None})
     num_rows, length = batch.ids.shape
-    ends = [length] * num_rows
+    ends, numbered = [length] * num_rows, None
     if attention_mask is not None:
-        ends = torch.as_tensor(attention_mask).to("cpu", torch.bool).sum(1).tolist()
-    starts = [[0]] * num_rows if position_ids is None else _starts(position_ids, batch.ids.shape, ends)
+        mask = torch.as_tensor(attention_mask).to("cpu")
+        ends = mask.to(torch.bool).sum(1).tolist()
+        if (mask > 1).any():
+            numbered = _numbered_starts(mask, ends)
+    starts = numbered or [[0]] * num_rows
+    if position_ids is not None:
+        starts = _starts(position_ids, batch.ids.shape, ends)
+        for row, (own, other) in enumerate(zip(starts, numbered or starts, strict=True)):
+            if own != other:
+                raise ValueError(
+                    f"in row {row} documents begin at {own} by position_ids and at {other} by the numbers in "
+                    "attention_mask: make them agree, or leave one of the two out"
+                )
     bounds = [(*(at for at in first if at < end), end) for first, end in zip(starts, ends, strict=True)]
     check_length(max(b - a for row in bounds for a, b in pairwise((0, *row))), limits["num_positions"])
     if all(end == length and row == [0] for end, row in zip(ends, starts, strict=True)):
@@ -159,6 +170,21 @@ def _read_list(
             raise ValueError(f"document {index}: {error}") from None
         documents.append((index, 0, batch.ids[0], batch.targets[0]))
     return arrange(documents, chunk_size, may_share)
+
+
+def _numbered_starts(mask: Tensor, ends: Sequence[int]) -> list[list[int]]:
+    """Where documents begin in each row of a mask that numbers them: where the number changes."""
+    found = []
+    for index, (row, end) in enumerate(zip(mask, ends, strict=True)):
+        starts = [0, *((row[1:end] != row[: max(0, end - 1)]).nonzero().flatten() + 1).tolist()] if end else []
+        numbers = row[starts].tolist()
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(
+                f"row {index} of attention_mask numbers its documents {numbers}: a number comes back after another; "
+                "give each document, from its first token to its last, a number of its own"
+            )
+        found.append(starts)
+    return found
 
 
 def _starts(position_ids: Tensor, shape: torch.Size, ends: Sequence[int]) -> list[list[int]]:

@@ -32,6 +32,7 @@ from oomb.inputs import Batch
 from oomb.loss import TiledHead
 from oomb.memory import PageStore
 from oomb.model import CausalLM, callers_autocast, one_at_a_time
+from oomb.model_state import ModelState
 from oomb.plan import Placement
 
 RECOMPILE_LIMIT = 64
@@ -74,7 +75,8 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         ids = torch.zeros(1, 1, dtype=torch.long).expand(batch_size, length)
-        sequence = Sequence(self, Batch(ids=ids, targets=ids), trains=True)
+        with one_at_a_time:
+            sequence = Sequence(self, Batch(ids=ids, targets=ids), trains=True, state=self.model.state())
         try:
             return sequence.open()
         finally:
@@ -108,8 +110,8 @@ class Engine:
         over counted tokens, or the sum over `num_items` where that is given.
 
         A batch is [B, T], padded on the right if there is an `attention_mask`; or a list of documents, each of its own
-        length; or rows of several documents, whose `position_ids` begin anew with each. No document sees another, and
-        padding is not computed."""
+        length; or rows of several documents, whose `position_ids` begin anew with each or whose `attention_mask`
+        numbers them (1, 1, 2, 2, 0). No document sees another, and padding is not computed."""
         given = self.read(input_ids, labels, attention_mask, position_ids)
         num_counted = given.num_counted
         if num_counted == 0 and num_items is None:
@@ -159,12 +161,17 @@ class Engine:
             vocab_size=self.model.vocab_size,
             num_positions=self.model.num_positions,
             pad_token_id=self.model.pad_token_id,
+            placeholders=self.model.placeholders,
         )
 
     def target_logprobs(self, given: Given) -> list[Tensor]:
         """[B, T] of each batch: log-probability of every position's target. Their backward is the gradient pass."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        sequences = [Sequence(self, batch, trains) for batch in given.batches]
+        with one_at_a_time:
+            # A pass in another thread may have changed training modes for its own time. Weights are summed up once for
+            # all sequences.
+            state = self.model.state(with_sums=trains)
+            sequences = [Sequence(self, batch, trains, state) for batch in given.batches]
         count = Count(sum(len(sequence.bounds) for sequence in sequences))
         for sequence in sequences:
             sequence.count, sequence.is_last = count, sequence is sequences[-1]
@@ -214,7 +221,7 @@ class _TwoPasses(torch.autograd.Function):
 class Sequence:
     """A batch of sequences on its way through the passes, with the pages that live in between."""
 
-    def __init__(self, engine: Engine, batch: Batch, trains: bool) -> None:
+    def __init__(self, engine: Engine, batch: Batch, trains: bool, state: ModelState) -> None:
         self.engine, self.config, self.model = engine, engine.config, engine.model
         self.batch, self.trains = batch, trains
         self.bounds = batch.chunks(self.config.chunk_size)
@@ -226,8 +233,10 @@ class Sequence:
         self.index, (self.start, self.end) = 0, self.bounds[0]
         self.is_random = self.model.draws_random_numbers()
         self.seed: int | None = None
+        self.draws: dict[int, int | None] = {}
+        """Where each chunk of the fill pass left the random numbers; None where it drew none."""
         self.autocast = callers_autocast(self.model.device.type)
-        self.model_state = self.model.state()
+        self.model_state = state
         self.store: PageStore | None = None
         self.checkpoint_layers = self.may_keep_last_chunk = False
         self.kept_attention: dict[int, tuple[Tensor, Tensor]] = {}
@@ -297,7 +306,7 @@ class Sequence:
         assert self.store is not None
         try:
             float32_sums, seed = self.engine.sums_in_float32, self.store.seed
-            with self._running(), collecting(self.model.parameters(), float32_sums, seed):
+            with self._running(with_sums=True), collecting(self.model.parameters(), float32_sums, seed):
                 for _ in self._walk("gradient", reversed(range(len(self.bounds)))):
                     hidden, self.last_hidden = self.last_hidden, None
                     if hidden is None:
@@ -306,7 +315,9 @@ class Sequence:
                     dhidden = self.engine.head.backward(hidden, self._targets(), dlogp, self._is_fused())
                     if hidden.requires_grad:
                         self.store.expect_backward(self.start, self._own_end(), kept=self.checkpoint_layers)
-                        torch.autograd.backward(hidden, dhidden)
+                        # Autograd computes parts of the chunk again where a layer is checkpointed, by us or by users.
+                        with self.model.computing():
+                            torch.autograd.backward(hidden, dhidden)
                     self.kept_attention.clear()
                     self.store.cut(self.start)
             self.engine.budget.note_gradients()
@@ -365,6 +376,7 @@ class Sequence:
         next."""
         if self.seed is not None:
             torch.manual_seed(self.seed + self.index)
+        seeded = self._random_state()
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
         checkpointed = grad and self.checkpoint_layers
         assert self.store is not None
@@ -372,7 +384,29 @@ class Sequence:
         self.store.expect_forward(self.start, self._own_end(), kept=grad, kept_behind=kept_behind)
         layer_calls = self.model.layer_calls(compiled=self._is_fused(), checkpointed=checkpointed)
         with layer_calls, torch.set_grad_enabled(grad):
-            return self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))
+            hidden = self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))
+        if self.trains and self.seed is not None:
+            self._note_draws(seeded)
+        return hidden
+
+    def _note_draws(self, seeded: int) -> None:
+        """Note where the chunk's random numbers end, or raise if they ended elsewhere in the fill pass. Threads share
+        PyTorch's generator: one that drew from it in between has spoilt one of the two forwards, unless these draw
+        nothing themselves, which one that ends where it began shows."""
+        end = self._random_state()
+        now = None if end == seeded else end
+        before = self.draws.setdefault(self.index, now)
+        if before is not None and now is not None and before != now:
+            raise RuntimeError(
+                f"chunk {self.index} drew other random numbers in the gradient pass than in the fill pass, so dropout "
+                "is not replayed: does another thread draw from PyTorch's default generator? Give it a torch.Generator "
+                "of its own"
+            )
+
+    def _random_state(self) -> int:
+        device = self.model.device
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return crc32(state.numpy().tobytes())
 
     def _own_end(self) -> int:
         """Where the document ends that the chunk begins with: only that has a past."""
@@ -393,10 +427,11 @@ class Sequence:
         return self.may_keep_last_chunk and ((is_free and self.is_last) or self.config.keep_last_chunk is True)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, *, with_sums: bool = False) -> Iterator[None]:
         """The model's attention comes to us, under the caller's autocast, and random numbers leave no trace."""
         with ExitStack() as stack:
-            stack.enter_context(self.model.running(self, self.batch.longest, self.model_state))
+            running = self.model.running(self, self.batch.longest, self.model_state, with_sums=with_sums)
+            stack.enter_context(running)
             stack.enter_context(self.autocast)
             if self.seed is not None:
                 stack.enter_context(self._random_numbers_untouched())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -31,9 +33,11 @@ class Batch:
         vocab_size: int,
         num_positions: int | None,
         pad_token_id: int | None,
+        placeholders: Mapping[int, str] = MappingProxyType({}),
     ) -> Batch:
         """The batch, or a `ValueError` that says what is wrong with it. `num_positions` is how many a model has
-        learned, None if any number will do; `pad_token_id` tells padding from text where no attention mask does."""
+        learned, None if any number will do; `pad_token_id` tells padding from text where no attention mask does;
+        `placeholders` are ids that stand for images and the like."""
         ids = _whole_numbers("input_ids", input_ids)
         if ids.ndim != 2:
             raise ValueError(
@@ -43,6 +47,7 @@ class Batch:
             raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
         check_length(ids.shape[1], num_positions)
         _check_range("input_ids", ids, ids, vocab_size)
+        _refuse_placeholders(ids, placeholders)
         targets = ids if labels is None else _whole_numbers("labels", labels)
         if targets.shape != ids.shape:
             raise ValueError(
@@ -118,6 +123,16 @@ def _check_range(name: str, x: Tensor, counted: Tensor, vocab_size: int) -> None
             f"{name} holds the id {int(wrong[0])} at {where}, outside of the model's vocabulary of {vocab_size}: "
             "is this the model's own tokenizer?"
         )
+
+
+def _refuse_placeholders(ids: Tensor, placeholders: Mapping[int, str]) -> None:
+    for token, name in placeholders.items():
+        where = (ids == token).nonzero().tolist()
+        if where:
+            raise ValueError(
+                f"input_ids holds the id {token} at {where[0]}, the placeholder of the model's config.{name}, "
+                f"{len(where)} times: images, video and audio are not supported yet; text alone is"
+            )
 
 
 def _gap_text(row: int, mask: Tensor) -> str:

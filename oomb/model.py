@@ -1,8 +1,8 @@
 """What the engine needs of a Hugging Face causal LM.
 
-No modelling code is patched. The model calls a registered attention function; while a pass runs, that function hands
-q, k and v to the pass. The backbone runs chunk by chunk; the head is the model's own `forward` with the backbone taken
-out, so that logit scaling and soft-capping are the model's own as well.
+No modelling code is patched. The model calls a registered attention function; while a pass computes a chunk, that
+function hands q, k and v to the pass. The backbone runs chunk by chunk; the head is the model's own `forward` with the
+backbone taken out, so that logit scaling and soft-capping are the model's own as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from oomb.model_state import ModelState
 from oomb.refusals import (
     UnsupportedModelError,
     attention_dropout_text,
@@ -30,9 +31,18 @@ from oomb.refusals import (
 )
 
 ATTENTION_NAME, ATTENTION_FIELD = "oomb", "_attn_implementation_internal"
+CALL = "_compiled_call_impl"
 LIKE_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
 """Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
 fill pass and that for the gradient pass drop different activations."""
+OUTSIDE = (
+    "{} was called from outside of an engine's pass over its model, by another thread or by a callback: call the model "
+    "while no engine computes it, or use engine.loss or engine.logprobs, which wait for their turn"
+)
+PLACEHOLDERS = (
+    *(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")),
+    *(f"{kind}_context_token_id" for kind in ("img", "video")),
+)
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 """Tensors that models pass on to attention without a bearing on it."""
 
@@ -65,19 +75,18 @@ class LayerShape:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """What must be the same in both passes over a sequence: weights, training modes, PEFT adapters."""
-
-    versions: list[int]
-    modes: list[bool]
-    adapters: list[tuple[Any, ...]]
-
-
 one_at_a_time = threading.RLock()
 """Held while a pass runs, and while its memory is taken or given back."""
-_running: Pass | None = None
-"""The pass whose chunk is being computed. A plain global, because autograd may recompute a layer on another thread."""
+
+
+class _Here(threading.local):
+    """What this thread computes."""
+
+    chunk_of: Pass | None = None
+    """The pass whose chunk it is. Of no other thread: theirs may call the model for reasons of their own."""
+
+
+_here = _Here()
 
 
 def _attention(
@@ -97,8 +106,8 @@ def _attention(
     """The function that models call as their attention. Takes [B, H, T, D], returns [B, T, H, D]."""
     layer = getattr(module, "layer_idx", None)
     name = f"{type(module).__name__} of layer {layer}"
-    if _running is None:
-        raise RuntimeError(f"{name} was called outside of an engine's pass; use engine.loss or engine.logprobs")
+    if _here.chunk_of is None:
+        raise RuntimeError(OUTSIDE.format(name))
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     extra = [key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in KNOWN_ARGUMENTS]
     if layer is None or attention_mask is not None or not causal or extra:
@@ -111,7 +120,7 @@ def _attention(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = _running.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
+    out = _here.chunk_of.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -126,9 +135,12 @@ class CausalLM:
         self.config = self.lm.config.get_text_config(decoder=True)
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
         self.layers = decoder_layers(self.lm)
-        self.pad_token_id = _own_pad_token(self.config)
+        self.pad_token_id = _own_pad_token(self.config, self.lm.config)
+        self.placeholders = _placeholders(_configs(self.lm))
         self.num_positions = learned_positions(self.backbone, self.config)
         self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
+        self._pass: Pass | None = None
+        """The one that is running."""
         self.total_length = 0
         self._windows: dict[int, int | None] | None = None
         """Window of every layer that has attended in the forward under way."""
@@ -138,7 +150,8 @@ class CausalLM:
         """Last hidden states [B, T, D] of tokens that stand at these positions."""
         self._windows = {}
         try:
-            hidden = self.backbone(input_ids=ids_BT, position_ids=positions_1T, use_cache=False)[0]
+            with self.computing():
+                hidden = self.backbone(input_ids=ids_BT, position_ids=positions_1T, use_cache=False)[0]
             refuse_idle_layers(self.lm, self.layers, self._windows, self.total_length)
         finally:
             self._windows = None
@@ -147,14 +160,22 @@ class CausalLM:
     def layer_shapes(self) -> dict[int, LayerShape]:
         """The shape of every layer's attention, in the order of their calls, from one token sent through the model.
         Configs have no common words for it, and adapters and autocast may change it. Must be called while running."""
-        global _running
-        outer, _running = _running, (recorder := _Recorder(self))
+        outer, self._pass = self._pass, (recorder := _Recorder(self))
         try:
             with torch.no_grad():
                 self.hidden(*torch.zeros(2, 1, 1, dtype=torch.long, device=self.device))
         finally:
-            _running = outer
+            self._pass = outer
         return recorder.shapes
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let this thread compute a chunk of the pass that is running. Without it, calls of the model raise."""
+        outer, _here.chunk_of = _here.chunk_of, self._pass
+        try:
+            yield
+        finally:
+            _here.chunk_of = outer
 
     def note_attention(self, layer: int, window: int | None) -> None:
         """Called for every attention of a layer. Those that a backward computes again are not counted."""
@@ -191,30 +212,22 @@ class CausalLM:
         refuse_attention_dropout(self.backbone)
         return any(module.training for module in self.lm.modules())
 
-    def state(self) -> ModelState:
-        return ModelState(
-            versions=[-1 if p.is_inference() else p._version for p in self.lm.parameters()],
-            modes=[module.training for module in self.lm.modules()],
-            adapters=[
-                (module._disable_adapters, str(module.active_adapters), str(getattr(module, "merged_adapters", None)))
-                for module in self.lm.modules()
-                if hasattr(module, "_disable_adapters")
-            ],
-        )
+    def state(self, *, with_sums: bool = False) -> ModelState:
+        """Return the model's state as its owner knows it: the modes that a pass sets do not show."""
+        with one_at_a_time:
+            return ModelState.of(self.lm, with_sums=with_sums)
 
     @contextmanager
-    def running(self, pass_: Pass, total_length: int, state: ModelState) -> Iterator[None]:
+    def running(self, pass_: Pass, total_length: int, state: ModelState, *, with_sums: bool = False) -> Iterator[None]:
         """Routes attention to `pass_` and tells length-dependent RoPE the whole length; leaves the model as found.
-        `state` is the model's at the start of the sequence, which both of its passes must see."""
-        global _running
-        now = self.state()
-        if now.versions != state.versions or now.adapters != state.adapters:
-            what = "parameters" if now.versions != state.versions else "adapters"
-            raise RuntimeError(
-                f"the model's {what} changed between the loss and its backward, so its gradients would be of neither: "
-                "call backward before the optimizer steps or adapters are switched"
-            )
+        `state` is the model's at the start of the sequence, which both of its passes must see; `with_sums` compares
+        the numbers in its weights as well."""
         with one_at_a_time, ExitStack() as undo:
+            now = ModelState.of(self.lm, with_sums=with_sums)
+            state.refuse_changes(now)
+            # First of all: whoever calls the model from here on must not see what follows.
+            for module in self._parts():
+                _route(undo, module, _gate(module, vars(module).get(CALL) or module._call_impl))
             for module, mode, mode_now in zip(self.lm.modules(), state.modes, now.modes, strict=True):
                 if mode != mode_now:
                     undo.callback(setattr, module, "training", mode_now)
@@ -233,37 +246,64 @@ class CausalLM:
                 show_all = rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True)
                 undo.callback(show_all.remove)
                 undo.callback(rotary.register_forward_hook(_drop_last).remove)
-            self.total_length = total_length
-            outer, _running = _running, pass_
+            outer, outer_length = self._pass, self.total_length
+            self._pass, self.total_length = pass_, total_length
             try:
                 yield
             finally:
-                _running = outer
+                self._pass, self.total_length = outer, outer_length
+
+    def _parts(self) -> list[nn.Module]:
+        """The modules by which a forward comes in, or meets what a pass changes: the backbone and the models in it,
+        what they call first, and the layers."""
+        models = [module for module in self.backbone.modules() if isinstance(module, PreTrainedModel)]
+        return list(dict.fromkeys([self.backbone, *models, *self.layers, *(c for m in models for c in m.children())]))
 
     @contextmanager
     def layer_calls(self, *, compiled: bool, checkpointed: bool) -> Iterator[None]:
-        """Layers run compiled, or recompute themselves in the backward, through the slot `nn.Module.compile` uses."""
-        if not compiled and not checkpointed:
+        """Layers run compiled, or recompute themselves in the backward."""
+        with ExitStack() as undo:
+            for layer in self.layers if compiled or checkpointed else ():
+                call: Callable[..., Any] = layer._call_impl
+                if compiled:
+                    if layer not in self._compiled:
+                        self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False, options=LIKE_EAGER)
+                    call = self._compiled[layer]
+                if checkpointed:
+                    call = partial(checkpoint, _as_part_of(self._pass, call), use_reentrant=False)
+                _route(undo, layer, _gate(layer, call))
             yield
-            return
-        before = [vars(layer).get("_compiled_call_impl") for layer in self.layers]
-        for layer in self.layers:
-            call: Callable[..., Any] = layer._call_impl
-            if compiled:
-                if layer not in self._compiled:
-                    self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False, options=LIKE_EAGER)
-                call = self._compiled[layer]
-            if checkpointed:
-                call = partial(checkpoint, call, use_reentrant=False)
-            layer._compiled_call_impl = call
+
+
+def _route(undo: ExitStack, module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have calls of a module go to `call`, through the slot that `nn.Module.compile` uses, until `undo`."""
+    users_own = vars(module).get(CALL)
+    undo.callback(delattr, module, CALL) if users_own is None else undo.callback(setattr, module, CALL, users_own)
+    setattr(module, CALL, call)
+
+
+def _gate(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, for the thread that computes a chunk. Others would compute with half of the model changed."""
+
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        if _here.chunk_of is None:
+            raise RuntimeError(OUTSIDE.format(type(module).__name__))
+        return call(*args, **kwargs)
+
+    return gated
+
+
+def _as_part_of(pass_: Pass | None, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, as a part of this pass's chunk in whatever thread autograd makes it again."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        outer, _here.chunk_of = _here.chunk_of, pass_
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
-            for layer, users_own in zip(self.layers, before, strict=True):
-                if users_own is None:
-                    del layer._compiled_call_impl
-                else:
-                    layer._compiled_call_impl = users_own
+            _here.chunk_of = outer
+
+    return called
 
 
 class _Recorder:
@@ -318,10 +358,12 @@ def switch_checkpointing(model: nn.Module, *, on: bool) -> None:
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of the text decoder. Towers for images may have as many, and come first."""
     count = lm.config.get_text_config(decoder=True).num_hidden_layers
-    for module in getattr(lm, lm.base_model_prefix).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
+    for part in (lm.get_decoder(), getattr(lm, lm.base_model_prefix)):
+        for module in part.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
     raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
 
 
@@ -337,11 +379,21 @@ def _configs(lm: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-def _own_pad_token(config: Any) -> int | None:
-    """The padding token, if it stands for nothing else."""
+def _own_pad_token(config: Any, whole: Any) -> int | None:
+    """Return the padding token, if it stands for nothing else. Of a model with several parts, `config` is that of the
+    text and need not have all tokens; that of the whole has them."""
     pad = getattr(config, "pad_token_id", None)
-    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return None if pad in (config.bos_token_id, *eos) else pad
+    for name in ("bos_token_id", "eos_token_id"):
+        for ids in (getattr(part, name, None) for part in (config, whole)):
+            if pad in (ids if isinstance(ids, list) else [ids]):
+                return None
+    return pad
+
+
+def _placeholders(configs: list[Any]) -> dict[int, str]:
+    """Return the ids that stand for images, video or audio in a text, and what configs call them."""
+    named = {name: getattr(config, name, None) for config in configs for name in PLACEHOLDERS}
+    return {token: name for name, token in named.items() if isinstance(token, int)}
 
 
 def learned_positions(backbone: nn.Module, config: Any) -> int | None:

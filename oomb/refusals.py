@@ -82,6 +82,11 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(
             f"{name} numbers positions by where padding is, so a chunk cannot be placed in its sequence"
         )
+    if (getattr(model, "tp_size", None) or 1) > 1 or any(_is_distributed(p) for p in model.parameters()):
+        raise UnsupportedModelError(
+            f"{name} has parameters that are split over processes (DTensor: tp_plan, tensor parallelism, fully_shard), "
+            "whose gradients the engine would not reduce: load it without tp_plan and train in one process"
+        )
     if any(p.is_meta for p in model.parameters()):
         raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
 
@@ -128,12 +133,24 @@ def refuse_idle_layers(
                 f"layer {index} of {name} ({type(layer).__name__}) did not call attention: what it carries from token "
                 "to token is not K and V, so chunks cannot stand for it"
             )
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
-    if isinstance(window, int) and window < total_length and not any(windows.values()):
+    window = _window(model.config.get_text_config(decoder=True))
+    if window is not None and window < total_length and not any(windows.values()):
         raise UnsupportedModelError(
             f"{name} has a sliding window of {window}, but its layers do not pass it on; use sequences of at most "
             f"{window} tokens, or set config.sliding_window = None if the model was trained without"
         )
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window that a config asks for. Some keep one, or a 0, beside a word that says not to use it."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    return window if isinstance(window, int) and window and is_used else None
+
+
+def _is_distributed(parameter: nn.Parameter) -> bool:
+    # Not by import: where it has not been imported, no parameter is one.
+    return "DTensor" in (kind.__name__ for kind in type(parameter).__mro__)
 
 
 def _find(backbone: nn.Module, test: Callable[[nn.Module], bool]) -> str:

@@ -213,12 +213,16 @@ def layout_of(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The batch with labels: its own, or its `input_ids` less the padding."""
-    if inputs.get("labels") is not None or "input_ids" not in inputs:
+    """The batch with labels: its own, or its `input_ids` less the padding. Those of documents' first tokens are -100
+    where the mask numbers documents: nothing predicts them, and transformers would count them."""
+    if "input_ids" not in inputs:
         return inputs
-    labels = inputs["input_ids"]
-    if inputs.get("attention_mask") is not None:
-        labels = labels.masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    labels, mask = inputs.get("labels"), inputs.get("attention_mask")
+    if labels is None:
+        labels = inputs["input_ids"] if mask is None else inputs["input_ids"].masked_fill(mask == 0, IGNORED)
+    if mask is not None and mask.shape == labels.shape and (mask > 1).any():
+        labels = labels.clone()
+        labels[:, 1:][mask[:, 1:] != mask[:, :-1]] = IGNORED
     return {**inputs, "labels": labels}
 
 

@@ -169,6 +169,9 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family("apertus"),
     "helium": Family("helium"),
     "seed_oss": Family("seed_oss", {"residual_dropout": 0.0}),
+    # A window that is not to be used, as their own defaults have it.
+    "smollm3_idle_window": Family("smollm3", {"use_sliding_window": False, "sliding_window": WINDOW}),
+    "qwen2_moe": Family("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24}, is_moe=True),
     "mixtral": Family("mixtral", {**MOE, "sliding_window": None}, is_moe=True),
     "qwen3_moe": Family("qwen3_moe", {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}, is_moe=True),
     "olmoe": Family("olmoe", MOE, is_moe=True),

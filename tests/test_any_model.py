@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from checks import CHUNK, check_family
-from families import FAMILIES, SIZES, VOCAB, float64_throughout, random_ids, randomize, relative_error, whole_loss
+from families import (
+    FAMILIES,
+    SIZES,
+    VOCAB,
+    WINDOW,
+    float64_throughout,
+    random_ids,
+    randomize,
+    relative_error,
+    whole_loss,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -37,7 +47,6 @@ SWEEP_SIZES = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "sliding_window": 10,
     "hidden_dropout": 0.0,
     "residual_dropout": 0.0,
     "resid_pdrop": 0.0,
@@ -48,6 +57,9 @@ SWEEP_SIZES = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+
+WINDOWS: dict[str, dict[str, Any]] = {"windowed": {"sliding_window": WINDOW, "use_sliding_window": True}, "default": {}}
+"""A window forced upon the model, and what its config says by itself."""
 
 # Settings that single architectures cannot take, tried one after another.
 SWEEP_VARIANTS = [{}, {"pad_token_id": 0}, {"num_key_value_heads": 6}, {"head_dim": None}, {"num_experts_per_tok": 1}]
@@ -132,10 +144,12 @@ def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
     pytest.skip(f"{model_type} cannot be built tiny: {reason[:200]}")
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_any_other_architecture_is_exact_or_refused(name: str) -> None:
+def test_any_other_architecture_is_exact_or_refused(name: str, window: str) -> None:
     """Every causal LM there is: refused by a message that names a class of it, or trained exactly."""
-    model = build_any(*OTHERS[name])
+    model_type, overrides = OTHERS[name]
+    model = build_any(model_type, {**WINDOWS[window], **overrides})
     ids = random_ids(2, 23)
     try:
         with float64_throughout():

@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from checks import TOLERANCE, backward_gradients, check_loss, engine_for, gradients_of, lora
-from families import assert_same_gradients, build, grads, random_ids, relative_error, whole_gradients
+from checks import CHUNK, TOLERANCE, backward_gradients, check_loss, engine_for, gradients_of, lora
+from families import assert_same_gradients, build, grads, random_ids, relative_error, whole_gradients, whole_loss
 from torch import Tensor, nn
 
 import oomb
@@ -43,6 +43,84 @@ def test_weights_changed_in_between_are_an_error(model: Any) -> None:
     with pytest.raises(RuntimeError, match="parameters changed between the loss and its backward"):
         loss.backward()
     assert all(g is None for g in grads(model).values())
+
+
+def replaced(module: nn.Module) -> None:
+    module.weight = nn.Parameter(module.weight.detach() * 1.1, module.weight.requires_grad)
+
+
+def changed_in_place(module: nn.Module) -> None:
+    module.weight.data.mul_(1.1)
+
+
+def given_other_data(module: nn.Module) -> None:
+    module.weight.data = module.weight.data * 1.1
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("change", [replaced, changed_in_place, given_other_data])
+def test_changes_that_no_version_tells_of_are_an_error(model: Any, change: Any, is_frozen: bool) -> None:
+    module = model.model.layers[1].mlp.up_proj
+    module.weight = nn.Parameter(module.weight.detach().clone(), not is_frozen)
+    loss = engine_for(model, keep_last_chunk=False).loss(random_ids(1, LENGTH))
+    change(module)
+    with pytest.raises(RuntimeError, match="parameters changed between the loss and its backward"):
+        loss.backward()
+    assert all(g is None for g in grads(model).values())
+
+
+def transposed(weight: Tensor) -> Tensor:
+    return weight.t().contiguous().t()
+
+
+def misaligned(weight: Tensor) -> Tensor:
+    return torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(weight.shape)
+
+
+@pytest.mark.parametrize("lay", [transposed, misaligned])
+def test_changes_of_weights_that_lie_otherwise_are_an_error(lay: Any) -> None:
+    """And parameters of every kind beside them do no harm."""
+    model = build("llama").to(torch.bfloat16)
+    module = model.model.layers[1].self_attn.q_proj
+    module.weight = nn.Parameter(lay(module.weight.detach()))
+    with torch.inference_mode():
+        kinds = {"inference": torch.ones(3), "empty": torch.ones(0), "quantized": torch.ones(5, dtype=torch.uint8)}
+    for name, value in kinds.items():
+        value = value if name == "inference" else value.clone()
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    engine = engine_for(model, keep_last_chunk=False)
+    engine.loss(random_ids(1, LENGTH)).backward()
+    loss = engine.loss(random_ids(1, LENGTH))
+    module.weight.data[3, 2] += 1
+    with pytest.raises(RuntimeError, match="parameters changed between the loss and its backward"):
+        loss.backward()
+
+
+def test_a_change_between_the_backwards_of_one_call_is_an_error(model: Any) -> None:
+    documents = [random_ids(1, LENGTH, seed=seed)[0] for seed in (0, 1)]
+    first, second = engine_for(model, keep_last_chunk=False).logprobs(documents)
+    first.sum().backward()
+    model.model.norm.weight.data.mul_(1.1)
+    with pytest.raises(RuntimeError, match="parameters changed between the loss and its backward"):
+        second.sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
+def test_adapters_of_expert_weights_train(name: str, checkpoint_layers: bool, in_float64: None) -> None:
+    """PEFT puts them on while the layer computes, and takes them off again: the weights are not changed by that."""
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    base = build(name, **experts, sliding_window=None, use_sliding_window=False)
+    base.set_experts_implementation("eager")
+    model = lora(
+        base, dropout=0.0, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    ids = random_ids(1, LENGTH)
+    expected_loss, expected = gradients_of(model, lambda m: whole_loss(m, ids))
+    for _ in range(2):
+        loss = engine_for(model, keep_last_chunk=False, checkpoint_layers=checkpoint_layers).loss(ids)
+        assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
+        assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
 
 
 def test_adapters_switched_in_between_are_an_error() -> None:
@@ -192,3 +270,153 @@ def test_autocast_costs_no_more_than_in_standard_training(family: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = engine_for(model).loss(ids)
     assert total_error(backward_gradients(model, loss), expected) <= 1.1 * standard
+
+
+def in_another_thread(work: Any) -> list[Any]:
+    """What `work` returns there, or raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize("phase", ["fill", "gradient"])
+@pytest.mark.parametrize("part", ["model", "decoder", "layer"])
+def test_a_forward_in_another_thread_spoils_no_gradient(phase: str, checkpoint_layers: bool, part: str) -> None:
+    """While a pass runs, a plain forward elsewhere raises, wherever it comes in."""
+    model = build("llama")
+    ids = random_ids(1, LENGTH)
+    other = {"input_ids": random_ids(1, CHUNK)}
+    _, expected = whole_gradients(model, ids)
+    engine = engine_for(model, keep_last_chunk=False, checkpoint_layers=checkpoint_layers)
+    called = {"model": model, "decoder": model.model, "layer": model.model.layers[1]}[part]
+    if part == "layer":
+        hidden = torch.randn(1, CHUNK, 48, dtype=torch.float64)
+        cos_sin = model.model.rotary_emb(hidden, torch.arange(CHUNK)[None])
+        other = {"hidden_states": hidden, "position_embeddings": cos_sin}
+    engine.reserve(1, 2)
+    found: list[Any] = []
+    wanted, now = {"fill": 3, "gradient": 8}[phase], 0  # of five chunks in each pass
+
+    def interfere(module: nn.Module, args: Any) -> None:
+        nonlocal now
+        now += 1
+        if now == wanted:
+            found.extend(in_another_thread(lambda: called(**other)))
+
+    model.lm_head.register_forward_pre_hook(interfere)
+    actual = backward_gradients(model, engine.loss(ids))
+    assert len(found) == 1
+    assert_same_gradients(actual, expected, TOLERANCE)
+    assert isinstance(found[0], RuntimeError) and "from outside of an engine's pass" in str(found[0]), found[0]
+
+
+def test_a_forward_in_a_callback_spoils_no_gradient(model: Any) -> None:
+    ids = random_ids(1, LENGTH)
+    _, expected = whole_gradients(model, ids)
+    engine, refused = engine_for(model), list[str]()
+    loss = engine.loss(ids)
+
+    def call_the_model(*_: Any) -> None:
+        try:
+            model(random_ids(1, CHUNK))
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    engine.progress = call_the_model
+    assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
+    assert refused and all("from outside of an engine's pass" in text for text in refused)
+
+
+@pytest.mark.parametrize("where", ["attention", "layer"])
+def test_a_forward_that_began_before_the_pass_is_not_wrong_in_silence(where: str) -> None:
+    """It is in the middle of a layer, or between two, when the pass begins."""
+    model = build("llama")
+    ids = random_ids(1, LENGTH)
+    _, expected = whole_gradients(model, ids)
+    # It asks for no mask, like the engine.
+    model.set_attn_implementation("sdpa")
+    engine = engine_for(model, keep_last_chunk=False)
+    engine.reserve(1, 2)
+    began, goes_on = threading.Event(), threading.Event()
+    layer = model.model.layers[1]
+    found: list[Any] = []
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is thread:
+            began.set()
+            assert goes_on.wait(60)
+
+    def other() -> None:
+        try:
+            found.append(model(random_ids(1, CHUNK)).logits)
+        except Exception as error:
+            found.append(error)
+
+    def let_it_go_on(*_: Any) -> None:
+        if not found and threading.current_thread() is not thread:
+            goes_on.set()
+            thread.join()
+
+    (layer.self_attn.q_proj if where == "attention" else layer).register_forward_hook(wait)
+    model.lm_head.register_forward_hook(let_it_go_on)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert began.wait(60)
+    actual = backward_gradients(model, engine.loss(ids))
+    assert_same_gradients(actual, expected, TOLERANCE)
+    assert len(found) == 1 and isinstance(found[0], RuntimeError), found[0]
+
+
+def test_a_pass_in_another_thread_hides_no_training_mode() -> None:
+    """A gradient pass runs in the modes of its fill pass, even if the user has switched them since. A call that another
+    thread makes meanwhile is made in the user's."""
+    model = lora(build("llama"), dropout=0.5).train()
+    ids = random_ids(1, LENGTH)
+    loss = engine_for(model).loss(ids)
+    model.eval()
+    other = engine_for(model)
+    losses: list[Tensor] = []
+    thread = threading.Thread(target=lambda: losses.append(other.loss(ids).detach()))
+
+    def start_the_other(*_: Any) -> None:
+        if thread.ident is None:
+            thread.start()
+            # It waits for the end of this pass. What it knows of the model it must not learn before.
+            thread.join(timeout=0.3)
+
+    model.base_model.model.model.layers[0].mlp.register_forward_hook(start_the_other)
+    loss.backward()
+    thread.join()
+    with torch.no_grad():
+        assert relative_error(losses[0], other.loss(ids)) <= TOLERANCE
+
+
+def test_random_numbers_drawn_by_another_thread_are_noticed() -> None:
+    """Threads share PyTorch's generator. Dropout of the gradient pass would not be that of the fill pass."""
+    model = lora(build("llama"), dropout=0.3)
+    engine = engine_for(model, keep_last_chunk=False, checkpoint_layers=False)
+    loss = engine.loss(random_ids(1, LENGTH))
+    model.base_model.model.model.layers[1].register_forward_pre_hook(
+        lambda *_: in_another_thread(lambda: torch.rand(3)) and None
+    )
+    with pytest.raises(RuntimeError, match=r"chunk \d+ drew other random numbers"):
+        loss.backward()
+
+
+def test_random_numbers_of_another_thread_do_not_matter_where_the_model_draws_none(model: Any) -> None:
+    ids = random_ids(1, LENGTH)
+    _, expected = whole_gradients(model, ids)
+    engine = engine_for(model, keep_last_chunk=False, checkpoint_layers=False)
+    loss = engine.loss(ids)
+    model.model.layers[1].register_forward_pre_hook(lambda *_: in_another_thread(lambda: torch.rand(3)) and None)
+    assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)

@@ -342,6 +342,7 @@ def test_short_pieces_of_python_run(here: Path) -> None:
         "labels": ids.clone(),
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(20).repeat(2, 2),
+        "numbers": torch.arange(1, 3).repeat_interleave(20).repeat(2, 1),
         **dict(zip(("document_a", "document_b", "document_c"), rows, strict=True)),
     }
     quickstart = [b for b in fences(DOCS / "quickstart.md", "python") if "LoraConfig" not in b and "yarn" not in b]

@@ -175,6 +175,44 @@ def test_rows_of_several_documents(model: Any, in_float64: None) -> None:
     torch.testing.assert_close(found[0], torch.cat(engine.logprobs(documents)), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_masks_that_number_documents(with_positions: bool, model: Any, in_float64: None) -> None:
+    """As Axolotl's and LLaMA-Factory's collators make them: 1, 1, 2, 2, 0."""
+    documents, engine = documents_of((20, 3, 17, 1, 9)), engine_for(model, CHUNK)
+    rows = documents[:3], documents[3:]
+    ids = torch.zeros(2, 45, dtype=torch.long)
+    mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, members in enumerate(rows):
+        packed, places = packed_row(list(members))
+        ids[row, : packed.shape[1]], positions[row, : packed.shape[1]] = packed, places
+        numbers = [torch.full((len(document),), 1 + i) for i, document in enumerate(members)]
+        mask[row, : packed.shape[1]] = torch.cat(numbers)
+    arguments = {"attention_mask": mask} | ({"position_ids": positions} if with_positions else {})
+    loss = engine.loss(ids, **arguments)
+    assert relative_error(loss.detach(), engine.loss(documents).detach()) <= 1e-12
+    actual = backward_gradients(model, loss)
+    assert_same_gradients(actual, backward_gradients(model, engine.loss(documents)), 1e-10)
+    found = engine.logprobs(ids, **arguments)
+    assert found.shape == ids.shape and not found[mask == 0].any()
+    expected = torch.cat(engine.logprobs(documents))
+    torch.testing.assert_close(found[mask > 0], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions", "message"),
+    [
+        ([[1, 1, 2, 2, 0]], [[0, 1, 2, 0, 1]], r"row 0 documents begin at \[0, 3\] by position_ids and at \[0, 2\]"),
+        ([[1, 2, 1, 1, 0]], None, r"row 0 of attention_mask numbers its documents \[1, 2, 1\]"),
+    ],
+)
+def test_masks_that_number_documents_otherwise_are_refused(
+    mask: list[list[int]], positions: list[list[int]] | None, message: str, model: Any
+) -> None:
+    places = None if positions is None else torch.tensor(positions)
+    with pytest.raises(ValueError, match=message):
+        engine_for(model).loss(random_ids(1, 5), attention_mask=torch.tensor(mask), position_ids=places)
+
+
 def test_padding_is_not_computed(model: Any, in_float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     documents, seen = documents_of((40, 3, 9, 12)), []
     engine = engine_for(model, CHUNK)

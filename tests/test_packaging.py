@@ -35,6 +35,7 @@ LAYERS = [
         "config",
         "loss",
         "refusals",
+        "model_state",
         "triton_kernels",
         "weights",
         "data",

@@ -412,7 +412,7 @@ def test_facts_are_those_of_the_tensors(name: str) -> None:
             )
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
-    with torch.no_grad(), lm.running(Look(), 4, lm.state()):
+    with torch.no_grad(), lm.running(Look(), 4, lm.state()), lm.computing():
         lm.backbone(input_ids=torch.arange(3, 7)[None], use_cache=False)
     assert facts.layers == tuple(seen[index] for index in sorted(seen))
     with torch.device("meta"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -101,6 +103,28 @@ def encoder_decoder() -> nn.Module:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
+
+
+@contextmanager
+def one_process_group(folder: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_parameters_that_are_split_over_processes(tmp_path: Path) -> None:
+    """As transformers' tp_plan and fully_shard have them: gradients would be those of a shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = build("llama")
+    with one_process_group(tmp_path):
+        module = model.model.layers[1].mlp.up_proj
+        module.weight = nn.Parameter(distribute_tensor(module.weight.data, init_device_mesh("cpu", (1,)), [Shard(0)]))
+        with pytest.raises(UnsupportedModelError, match=r"(?s)LlamaForCausalLM.*DTensor.*tp_plan.*one process"):
+            oomb.Engine(model)
 
 
 def on_meta() -> nn.Module:

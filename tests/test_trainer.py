@@ -266,6 +266,22 @@ def test_documents_in_one_row_are_told_apart_by_their_positions(tmp_path: Path) 
     assert trainer.state.global_step > 0
 
 
+def test_documents_in_one_row_are_told_apart_by_numbers_in_the_mask(tmp_path: Path) -> None:
+    """As Axolotl's and LLaMA-Factory's collators make a batch, padding at its end."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, VOCAB, (n,), generator=generator) for n in (30, 5, 9)]
+    numbers = [torch.full((len(document),), 1 + i) for i, document in enumerate(documents)]
+    ids, mask = (torch.cat([*parts, torch.zeros(6, dtype=torch.long)])[None] for parts in (documents, numbers))
+    trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), engine_config=CHUNKED)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    loss = trainer.compute_loss(trainer.model, dict(batch)).detach()
+    logp = trainer.engine.logprobs(documents)
+    assert float(loss) == pytest.approx(-float(torch.cat(logp).detach().sum()) / 41, rel=1e-5)
+    for labels in ({}, {"labels": ids.masked_fill(mask == 0, -100)}):
+        _, count = trainer.get_batch_samples(iter([{**batch, **labels}]), 1, torch.device("cpu"))
+        assert int(count) == 41, "first tokens, which nothing predicts, would take part in the mean"
+
+
 def test_an_unsupported_model_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
     config = AutoConfig.for_model("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
     with pytest.raises(oomb.UnsupportedModelError):

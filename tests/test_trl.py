@@ -466,6 +466,18 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
         torch.testing.assert_close(value, whole[name])
 
 
+def test_documents_are_told_apart_by_numbers_in_the_mask(folder: str) -> None:
+    """As Axolotl's and LLaMA-Factory's collators make a batch."""
+    engine = oomb.Engine(load(folder), CHUNKED)
+    documents = [torch.randint(3, 40, (n,)) for n in (20, 9)]
+    ids = torch.cat(documents)[None]
+    mask = torch.cat([torch.full((len(document),), 1 + i) for i, document in enumerate(documents)])[None]
+    answer = Forward(engine, torch.enable_grad)(input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True)
+    expected = torch.cat(engine.logprobs(documents))[None, 1:]
+    torch.testing.assert_close(answer.log_probs, expected)
+    assert torch.equal(answer.label_mask, expected != 0)
+
+
 def test_a_batch_without_labels_that_count_is_a_zero(folder: str) -> None:
     model = load(folder)
     forward = Forward(oomb.Engine(model, CHUNKED), torch.enable_grad, ("entropy", "is_top1"))
