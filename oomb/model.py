@@ -341,8 +341,8 @@ def callers_autocast(device_type: str) -> torch.autocast:
 
 
 def is_running() -> bool:
-    """Whether a pass of an engine runs now."""
-    return _running is not None
+    """Whether this thread computes a chunk of an engine's pass."""
+    return _here.chunk_of is not None
 
 
 def is_checkpointing(model: nn.Module) -> bool:
