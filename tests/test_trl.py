@@ -486,20 +486,3 @@ def test_a_batch_without_labels_that_count_is_a_zero(folder: str) -> None:
     assert answer.log_probs.sum() == 0 and answer.entropy.sum() == 0 and not answer.label_mask.any()
     answer.log_probs.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(vars(oomb), "SFTTrainer", raising=False)
-    monkeypatch.delitem(vars(oomb.trl), "SFTTrainer", raising=False)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "trl", None)
-        with pytest.raises(ImportError, match=r"oomb\.SFTTrainer needs TRL: pip install trl "):
-            from oomb import SFTTrainer  # noqa: F401
-        names: dict[str, Any] = {}
-        exec("from oomb import *", names)
-        assert names["Trainer"] is oomb.Trainer and "SFTTrainer" in dir(oomb)
-    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
-    with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer; this is {re.escape(trl.__version__)}"):
-        _ = oomb.SFTTrainer
-    with pytest.raises(AttributeError, match="it has SFTTrainer and DPOTrainer"):
-        _ = oomb.trl.GRPOTrainer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,20 @@ def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> N
     assert trained == {name for name, p in resumed.model.named_parameters() if p.requires_grad}
     for key, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[key], value), key
+
+
+def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(oomb), "SFTTrainer", raising=False)
+    monkeypatch.delitem(vars(oomb.trl), "SFTTrainer", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "trl", None)
+        with pytest.raises(ImportError, match=r"oomb\.SFTTrainer needs TRL: pip install trl "):
+            from oomb import SFTTrainer  # noqa: F401
+        names: dict[str, Any] = {}
+        exec("from oomb import *", names)
+        assert names["Trainer"] is oomb.Trainer and "SFTTrainer" in dir(oomb)
+    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
+    with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer; this is {re.escape(trl.__version__)}"):
+        _ = oomb.SFTTrainer
+    with pytest.raises(AttributeError, match="it has SFTTrainer and DPOTrainer"):
+        _ = oomb.trl.GRPOTrainer
