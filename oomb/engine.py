@@ -374,9 +374,10 @@ class Sequence:
     def _hidden(self, grad: bool, goes_back: bool = False) -> Tensor:
         """Last hidden states [B, T, D] of the current chunk, with a graph or not; `goes_back`: which is walked back
         next."""
+        seeded = None
         if self.seed is not None:
             torch.manual_seed(self.seed + self.index)
-        seeded = self._random_state()
+            seeded = self._random_state()
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
         checkpointed = grad and self.checkpoint_layers
         assert self.store is not None
@@ -385,7 +386,7 @@ class Sequence:
         layer_calls = self.model.layer_calls(compiled=self._is_fused(), checkpointed=checkpointed)
         with layer_calls, torch.set_grad_enabled(grad):
             hidden = self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))
-        if self.trains and self.seed is not None:
+        if self.trains and seeded is not None:
             self._note_draws(seeded)
         return hidden
 

@@ -278,7 +278,10 @@ class CausalLM:
 def _route(undo: ExitStack, module: nn.Module, call: Callable[..., Any]) -> None:
     """Have calls of a module go to `call`, through the slot that `nn.Module.compile` uses, until `undo`."""
     users_own = vars(module).get(CALL)
-    undo.callback(delattr, module, CALL) if users_own is None else undo.callback(setattr, module, CALL, users_own)
+    if users_own is None:
+        undo.callback(delattr, module, CALL)
+    else:
+        undo.callback(setattr, module, CALL, users_own)
     setattr(module, CALL, call)
 
 
@@ -290,7 +293,8 @@ def _gate(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(OUTSIDE.format(type(module).__name__))
         return call(*args, **kwargs)
 
-    return gated
+    # Users may have compiled the modules around it. Traced, it would be compiled anew in every pass.
+    return torch.compiler.disable(gated, recursive=False)
 
 
 def _as_part_of(pass_: Pass | None, call: Callable[..., Any]) -> Callable[..., Any]:
