@@ -19,7 +19,9 @@ from transformers import TrainerCallback
 import oomb
 from oomb import checkpoints
 
-NUM_STEPS = 36
+NUM_KILLS = int(os.environ.get("OOMB_TESTS_KILLS", "10"))
+NUM_STEPS = 6 + 3 * NUM_KILLS
+"""A process is killed up to three steps after it starts."""
 SLOWED_S = 0.004
 """Between two operations on the disk, so that many a kill falls between them."""
 
