@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from oomb.config import Config
     from oomb.engine import Engine
+    from oomb.finite import NonFiniteError
     from oomb.memory import OutOfPages
     from oomb.model import UnsupportedModelError
     from oomb.optim import OffloadedAdamW
@@ -22,6 +23,7 @@ _HOME = {
     "Config": "oomb.config",
     "DPOTrainer": "oomb.trl",
     "Engine": "oomb.engine",
+    "NonFiniteError": "oomb.finite",
     "OffloadedAdamW": "oomb.optim",
     "OutOfPages": "oomb.memory",
     "SFTTrainer": "oomb.trl",
@@ -30,7 +32,10 @@ _HOME = {
 }
 
 # Without `DPOTrainer` and `SFTTrainer`: `from oomb import *` must not ask for TRL.
-__all__ = ["Config", "Engine", "OffloadedAdamW", "OutOfPages", "Trainer", "UnsupportedModelError", "__version__"]
+__all__ = [
+    "Config", "Engine", "NonFiniteError", "OffloadedAdamW", "OutOfPages", "Trainer", "UnsupportedModelError",
+    "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

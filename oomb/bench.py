@@ -125,6 +125,7 @@ def run(
     finish: Callable[[Engine], None] | None = None,
     on_row: Callable[[Row], None] | None = None,
     on_chunk: Callable[[str, int, int], None] | None = None,
+    trust_remote_code: bool = False,
 ) -> Report:
     """Measures every mode at every context, the shortest first. `settings` are further fields of `Config`; `on_row` and
     `on_chunk` are called as results come in, `finish` with the engine when all are there."""
@@ -134,7 +135,7 @@ def run(
     if not contexts or min(contexts) < 2:
         raise ValueError("give at least one context of 2 tokens or more")
     config = Config.from_dict({"chunk_size": chunk_size, **(settings or {})})
-    network = _prepare(model, dtype, device, lora)
+    network = _prepare(model, dtype, device, lora, trust_remote_code)
     engine = Engine(network, config)
     engine.progress = on_chunk
     vocab, place = engine.model.vocab_size, engine.model.device
@@ -222,8 +223,8 @@ class StandardStep:
         return -logp.sum() / num_counted
 
 
-def _prepare(model: str, dtype: str, device: str, lora: bool) -> nn.Module:
-    network: nn.Module = load_model(model, dtype=dtype, device=device)
+def _prepare(model: str, dtype: str, device: str, lora: bool, trust_remote_code: bool) -> nn.Module:
+    network: nn.Module = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     return (with_lora(network) if lora else network).train()
 
 

@@ -16,8 +16,10 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,16 +30,21 @@ import psutil
 MANIFEST = "oomb_manifest.json"
 STATE = "trainer_state.json"
 """What transformers writes last, and so the sign of a whole checkpoint where there is no manifest."""
-PIECE = 2**20
-NUM_PIECES = 64
-"""A checksum reads a file whole up to 64 MiB, above that 64 pieces spread over it: it finds what a crash leaves (files
-cut short, pages of zeros) and costs the same for a hundred gigabytes."""
+VERSION = 2
+"""Of the manifest. In version 1, checksums of files above 64 MiB cover a sample of them (`_sample_checksum`)."""
+PIECE = 2**26
+"""Files are read in pieces of this size, several at a time: a CRC-32 of one piece runs at about 1 GB/s per core."""
+NUM_READERS = min(8, os.cpu_count() or 1)
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|old|gone)-(?P<pid>\d+)")
 _ours: set[Path] = set()
 """The hidden folders that this process is at work on. A process in a container often has the number of the one before
 it, so the number alone does not tell."""
+STEADY_NS = 2 * 10**9
+_verified: dict[Path, tuple[Any, ...]] = {}
+"""Checkpoints that this process has read in full, with the state of their files then: a resume checks more than once
+and reads once."""
 
 
 class BrokenCheckpoint(ValueError):
@@ -82,31 +89,74 @@ def written(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> It
 
 
 def check(folder: Path | str) -> None:
-    """Raises `BrokenCheckpoint`, naming the file, unless the folder is a whole checkpoint: one of ours with every file
-    that its manifest lists, or one that transformers finished."""
+    """Raise `BrokenCheckpoint`, naming the file and an older checkpoint, unless the folder is a whole checkpoint.
+
+    Of ours every file is read in full and compared with the manifest. One of transformers counts once it is finished.
+    """
     folder = Path(folder)
+    problem = _problem(folder)
+    if problem is not None:
+        raise BrokenCheckpoint(f"{problem}; {instead_of(folder)}")
+
+
+def instead_of(folder: Path) -> str:
+    """Return what to do when a checkpoint cannot be used: the newest whole one before it, by name."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    older = [other for other in find(folder.parent) if match is None or step_of(other) < int(match[1])]
+    for other in reversed(older):
+        if other != folder and _problem(other) is None:
+            return f"resume from {other} instead"
+    return f"there is no older whole checkpoint in {folder.parent}, so the run has to start again"
+
+
+def _problem(folder: Path, *, in_full: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint, or None. Without `in_full` its files are not read."""
     if not folder.is_dir():
-        raise BrokenCheckpoint(f"{folder} is no checkpoint: there is no such folder")
-    files = _manifest(folder)
+        return f"{folder} is no checkpoint: there is no such folder"
+    try:
+        files = _manifest(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{folder} is damaged: {MANIFEST} cannot be read ({error})"
     if files is None:
         try:
             int(json.loads((folder / STATE).read_text())["global_step"])
         except FileNotFoundError:
-            raise BrokenCheckpoint(f"{folder} is no whole checkpoint: it holds no {STATE}") from None
+            return f"{folder} is no whole checkpoint: it holds no {STATE}"
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BrokenCheckpoint(f"{folder} is broken: {STATE} cannot be read ({error})") from error
-        return
-    for name, (size, checksum) in files.items():
+            return f"{folder} is damaged: {STATE} cannot be read ({error})"
+        return None
+    try:
+        return _difference(folder, files, in_full)
+    except OSError as error:
+        return f"{folder} is damaged: {error.filename or 'a file'} cannot be read ({error.strerror or error})"
+
+
+def _difference(folder: Path, files: dict[str, tuple[int, int, bool]], in_full: bool) -> str | None:
+    """Return how the files differ from their manifest, or None."""
+    for name, (size, _, _) in files.items():
         path = folder / name
-        remedy = "resume from another checkpoint, or delete this one"
         if not path.is_file():
-            raise BrokenCheckpoint(f"{folder} is broken: {name} is missing; {remedy}")
+            return f"{folder} is damaged: {name} is missing"
         if path.stat().st_size != size:
-            raise BrokenCheckpoint(
-                f"{folder} is broken: {name} has {path.stat().st_size:,} bytes and {size:,} were written; {remedy}"
-            )
-        if fingerprint(path) != checksum:
-            raise BrokenCheckpoint(f"{folder} is broken: {name} is not what was written (its checksum); {remedy}")
+            return f"{folder} is damaged: {name} has {path.stat().st_size:,} bytes and {size:,} were written"
+    if not in_full:
+        return None
+    now, seen = time.time_ns(), _seen(folder, files)
+    if _verified.get(folder.absolute()) == seen:
+        return None
+    for name, (_, checksum, is_sampled) in files.items():
+        if (_sample_checksum if is_sampled else fingerprint)(folder / name) != checksum:
+            return f"{folder} is damaged: {name} is not what was written (its checksum differs)"
+    # A file that has just been written can be written again without a change of its time stamp.
+    if all(now - stat[2] > STEADY_NS for stat in seen):
+        _verified[folder.absolute()] = seen
+    return None
+
+
+def _seen(folder: Path, files: Any) -> tuple[Any, ...]:
+    """Return what changes when a file of a checkpoint is written to, as far as the file system tells."""
+    stats = [(folder / name).stat() for name in (MANIFEST, *files)]
+    return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats)
 
 
 def find(output_dir: Path | str) -> list[Path]:
@@ -125,16 +175,38 @@ def step_of(folder: Path | str) -> int:
     return int(match[1])
 
 
-def latest(output_dir: Path | str) -> Path | None:
-    """The newest whole checkpoint of a run, or None. Broken ones are passed over with a warning."""
+def latest(output_dir: Path | str, *, in_full: bool = True) -> Path | None:
+    """The newest whole checkpoint of a run, or None. Damaged ones are passed over with a warning. Without `in_full`
+    only names and sizes of files are looked at: enough for a message."""
     for folder in reversed(find(output_dir)):
-        try:
-            check(folder)
-        except BrokenCheckpoint as error:
-            warnings.warn(f"{error}. Looking for an older one.", stacklevel=2)
-        else:
+        problem = _problem(folder, in_full=in_full)
+        if problem is None:
             return folder
+        warnings.warn(f"{problem}. Looking for an older one.", stacklevel=2)
     return None
+
+
+def set_aside(output_dir: Path, resumed: Path | None) -> None:
+    """Move the checkpoints of an earlier run out of the way of one that starts now, from `resumed` or from the first
+    step: it would resume from them as the newest, and delete its own in their favor."""
+    is_here = resumed is not None and resumed.resolve().parent == output_dir.resolve()
+    match = _CHECKPOINT.fullmatch(resumed.name) if resumed is not None and is_here else None
+    folders = [folder for folder in find(output_dir) if match is None or step_of(folder) > int(match[1])]
+    if not folders:
+        return
+    numbered = (output_dir / f"replaced-{number}" for number in range(1, 1_000_000))
+    aside = next(path for path in numbered if not path.exists())
+    aside.mkdir()
+    # The newest last: if this process is killed in between, the earlier run can still be resumed from its newest one.
+    for folder in folders:
+        folder.rename(aside / folder.name)
+    sync_folder(aside)
+    sync_folder(output_dir)
+    warnings.warn(
+        f"{output_dir} held checkpoints of an earlier run, the newest of step {step_of(folders[-1]):,}. They were "
+        f"moved to {aside}: resume from one of them by its path, or delete them",
+        stacklevel=4,
+    )
 
 
 def rotate(output_dir: Path, limit: int | None, keep: set[Path]) -> None:
@@ -147,10 +219,12 @@ def surplus(output_dir: Path, limit: int | None, keep: set[Path], num_new: int =
     """The oldest checkpoints above the limit, those to keep excepted, once there are `num_new` more."""
     if limit is None or limit <= 0:
         return []
-    kept = {path.absolute() for path in keep}
+    kept = {path.resolve() for path in keep}
+    # One that lies elsewhere, the best of another run for example, takes no place here.
+    num_kept = sum(path.parent == output_dir.resolve() for path in kept)
     folders = find(output_dir)
-    num_surplus = len(folders) + num_new - max(limit, len(kept))
-    return [folder for folder in folders if folder.absolute() not in kept][: max(num_surplus, 0)]
+    num_surplus = len(folders) + num_new - max(limit, num_kept)
+    return [folder for folder in folders if folder.resolve() not in kept][: max(num_surplus, 0)]
 
 
 def remove_or_warn(folder: Path) -> None:
@@ -199,9 +273,14 @@ def seal(folder: Path) -> None:
         if path.is_file()
     }
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"version": 1, "files": files}, indent=1))
+    manifest.write_text(_signed({"version": VERSION, "files": files}))
     _sync(manifest)
     sync_folder(folder)
+
+
+def _signed(manifest: dict[str, Any]) -> str:
+    """Return the text of a manifest, which ends with a checksum of all before it."""
+    return json.dumps({**manifest, "crc32": crc32(json.dumps(manifest).encode())}, indent=1)
 
 
 def sync_files(folder: Path) -> None:
@@ -222,16 +301,32 @@ def size_of(folder: Path) -> int:
 
 
 def fingerprint(path: Path) -> int:
-    """A CRC-32 of a file, of pieces of it where it is large."""
+    """Return a CRC-32 of a whole file: the plain one up to one piece, above that the CRC-32 of those of its pieces.
+    Pieces are read side by side."""
+
+    def of_piece(start: int) -> int:
+        with path.open("rb") as file:
+            file.seek(start)
+            return crc32(file.read(PIECE))
+
+    starts = range(0, path.stat().st_size, PIECE)
+    if len(starts) <= 1:
+        return of_piece(0)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        return crc32(b"".join(checksum.to_bytes(4, "little") for checksum in readers.map(of_piece, starts)))
+
+
+def _sample_checksum(path: Path, piece: int = 2**20, num_pieces: int = 64) -> int:
+    """Return the checksum of manifests of version 1: of 64 pieces of 1 MiB spread over a large file."""
     size = path.stat().st_size
-    starts = list(range(0, size, PIECE))
-    if len(starts) > NUM_PIECES:
-        starts = [index * (size - PIECE) // (NUM_PIECES - 1) for index in range(NUM_PIECES)]
+    starts = list(range(0, size, piece))
+    if len(starts) > num_pieces:
+        starts = [index * (size - piece) // (num_pieces - 1) for index in range(num_pieces)]
     checksum = 0
     with path.open("rb") as file:
         for start in starts:
             file.seek(start)
-            checksum = crc32(file.read(PIECE), checksum)
+            checksum = crc32(file.read(piece), checksum)
     return checksum
 
 
@@ -277,15 +372,23 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" if num_bytes < 2**20 else f"{num_bytes:,} bytes ({num_bytes / 2**30:.2f} GiB)"
 
 
-def _manifest(folder: Path) -> dict[str, tuple[int, int]] | None:
+def _manifest(folder: Path) -> dict[str, tuple[int, int, bool]] | None:
+    """Return bytes and checksum of every file, and whether that covers a sample of it; None where there is no manifest.
+    Raises where it is not as it was written."""
     path = folder / MANIFEST
     try:
-        files: dict[str, Any] = json.loads(path.read_text())["files"]
-        return {name: (int(entry["bytes"]), int(entry["crc32"])) for name, entry in files.items()}
+        text = path.read_bytes().decode()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BrokenCheckpoint(f"{folder} is broken: {MANIFEST} cannot be read ({error})") from error
+    manifest = json.loads(text)
+    version = manifest["version"]
+    if version not in (1, VERSION):
+        raise ValueError(f"its version is {version!r}; this release of oomb reads {VERSION}")
+    unsigned = {key: value for key, value in manifest.items() if key != "crc32"}
+    if version == VERSION and text != _signed(unsigned):
+        raise ValueError("its checksum differs")
+    files: dict[str, Any] = manifest["files"]
+    return {name: (int(entry["bytes"]), int(entry["crc32"]), version == 1) for name, entry in files.items()}
 
 
 def _put(new: Path, folder: Path) -> None:
@@ -313,6 +416,10 @@ def _hidden(folder: Path, kind: str) -> Path:
 
 
 def _delete(folder: Path) -> None:
+    if folder.is_symlink():
+        # A checkpoint that somebody keeps elsewhere and has linked here: the link goes, the checkpoint stays.
+        folder.unlink(missing_ok=True)
+        return
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,8 +17,9 @@ SIGHUP = getattr(signal, "SIGHUP", None)
 """A terminal or a connection that is gone; only Unix knows of it."""
 
 
-class StopRequested(Exception):
-    """Raised between two chunks after a signal, where weights and optimizer are whole."""
+class StopRequested(BaseException):
+    """Raised between two chunks after a signal, where weights and optimizer are whole. Like KeyboardInterrupt it is no
+    error, and handlers of errors let it through."""
 
 
 class Interrupts:

@@ -344,6 +344,11 @@ def callers_autocast(device_type: str) -> torch.autocast:
     )
 
 
+def is_running() -> bool:
+    """Whether this thread computes a chunk of an engine's pass."""
+    return _here.chunk_of is not None
+
+
 def is_checkpointing(model: nn.Module) -> bool:
     """Whether a layer recomputes itself in the backward because the model's own switch says so."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

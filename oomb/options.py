@@ -110,6 +110,13 @@ Dtype = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+TRUST_REMOTE_CODE = (
+    "Run Python code that comes with a model or tokenizer, in its folder or on the hub. That code can do anything that "
+    "you can. Default: refuse what needs it."
+)
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust_remote_code/--no_trust_remote_code", help=TRUST_REMOTE_CODE, rich_help_panel=MODEL)
+]
 Gpu = Annotated[
     str | None,
     typer.Option(

@@ -241,18 +241,20 @@ def plan(
     lora: bool = False,
     optimizer: str = "adamw",
     settings: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> Forecast:
     """The forecast for a preset, a folder or a hub id. `settings` are fields of `Config`."""
     config = Config.from_dict(settings or {})
     if batch_size < 1:
         raise ValueError(f"--batch_size is {batch_size}; it must be 1 or more")
-    model_config = presets.load_config(model)
+    trust = {"trust_remote_code": True} if trust_remote_code else {}
+    model_config = presets.load_config(model, **trust)
     precision = presets.resolve_dtype(dtype, torch.device("cuda"))
-    facts = facts_for(model, dtype=dtype, lora=lora, config=model_config)
+    facts = facts_for(model, dtype=dtype, lora=lora, config=model_config, **trust)
     asked = forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer)
 
     def adapted() -> ModelFacts | None:
-        return facts_for(model, dtype=dtype, lora=True, config=model_config) if find_spec("peft") else None
+        return facts_for(model, dtype=dtype, lora=True, config=model_config, **trust) if find_spec("peft") else None
 
     name = str(precision).removeprefix("torch.")
     return Forecast(
@@ -266,15 +268,22 @@ def plan(
     )
 
 
-def facts_for(name: str, *, dtype: str = "bfloat16", lora: bool = False, config: Any = None) -> ModelFacts:
+def facts_for(
+    name: str,
+    *,
+    dtype: str = "bfloat16",
+    lora: bool = False,
+    config: Any = None,
+    trust_remote_code: bool = False,
+) -> ModelFacts:
     """The facts of a model that is built on the meta device: no weight is read, no memory taken. With `lora`, as `oomb
     bench --lora` and `oomb train --use_peft` have it: rank 16, on all linear layers, computed as the weights are."""
     from transformers import AutoModelForCausalLM
 
-    config = presets.load_config(name) if config is None else config
+    config = presets.load_config(name, trust_remote_code=trust_remote_code) if config is None else config
     precision = presets.resolve_dtype(dtype, torch.device("cuda"))
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=precision)
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=precision, trust_remote_code=trust_remote_code)
         try:
             unwrap(network)
         except UnsupportedModelError as error:

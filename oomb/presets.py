@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,14 +215,15 @@ def positions_of(config: PretrainedConfig) -> int | None:
     return positions
 
 
-def load_config(name_or_path: str) -> PretrainedConfig:
-    """The config of a preset, a folder or a hub id, without its weights."""
+def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of a preset, a folder or a hub id, without its weights. Python code that comes with it runs only with
+    `trust_remote_code`; a model that needs it is refused otherwise, here and in the functions below."""
     check_model_name(name_or_path)
     if is_preset(name_or_path):
         return preset_config(name_or_path)
     from transformers import AutoConfig
 
-    return _from_hugging_face(AutoConfig, name_or_path)
+    return _from_hugging_face(AutoConfig, name_or_path, trust_remote_code)
 
 
 def load_model(
@@ -232,6 +234,7 @@ def load_model(
     attn_implementation: str | None = None,
     num_layers: int | None = None,
     config: PretrainedConfig | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A causal LM from a preset (random weights, made on the device itself), a folder or a hub id.
 
@@ -244,19 +247,22 @@ def load_model(
 
     place = resolve_device(device)
     precision = resolve_dtype(dtype, place)
-    config = load_config(name_or_path) if config is None else config
+    config = load_config(name_or_path, trust_remote_code=trust_remote_code) if config is None else config
     if num_layers is not None:
         _keep_layers(config, num_layers)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if is_preset(name_or_path):
         with torch.device(place):
             return AutoModelForCausalLM.from_config(config, dtype=precision, **options)
-    return load_weights(name_or_path, config=config, dtype=precision, **options).to(place)
+    options |= {"dtype": precision, "trust_remote_code": trust_remote_code}
+    return load_weights(name_or_path, config=config, **options).to(place)
 
 
-def load_weights(name_or_path: str, *, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+def load_weights(
+    name_or_path: str, *, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedModel:
     """A causal LM from a folder or a hub id, all of whose parameters come from there. `options` are those of
     `from_pretrained`. Raises ValueError where files are missing or damaged, or do not hold what the config describes:
     what is missing transformers would make at random, with a warning."""
@@ -267,6 +273,7 @@ def load_weights(name_or_path: str, *, config: PretrainedConfig, **options: Any)
         model, found = _from_hugging_face(
             AutoModelForCausalLM,
             name_or_path,
+            trust_remote_code,
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -280,7 +287,7 @@ def load_weights(name_or_path: str, *, config: PretrainedConfig, **options: Any)
         raise ValueError(broken) from error
     wrong = {key: (list(there), list(here)) for key, there, here in found["mismatched_keys"]}
     # Weights that are quantised as they are loaded transformers takes in any shape.
-    wrong |= weights.other_shapes(name_or_path, config) if is_made_small else {}
+    wrong |= weights.other_shapes(name_or_path, config, trust_remote_code) if is_made_small else {}
     if wrong:
         key, (there, here) = min(wrong.items())
         holder = weights.shapes_in(name_or_path).get(key, (name_or_path, None))[0]
@@ -321,7 +328,7 @@ def autocast_for(network: nn.Module) -> torch.autocast:
     return torch.autocast(first.device.type, torch.bfloat16, enabled=has_wide and is_short and first.is_cuda)
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a hub id. Presets have none: they read bytes (see `oomb.data`)."""
     from transformers import AutoTokenizer
 
@@ -335,7 +342,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     else:
         check_model_name(name_or_path)
     try:
-        return _from_hugging_face(AutoTokenizer, name_or_path)
+        return _from_hugging_face(AutoTokenizer, name_or_path, trust_remote_code)
     except Exception as error:
         # A file of a later version is a bare Exception to tokenizers.
         if type(error) not in (TypeError, KeyError, Exception):
@@ -343,7 +350,9 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"{name_or_path} holds no tokenizer that transformers can load ({error})") from error
 
 
-def another_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, model: str) -> str | None:
+def another_tokenizer(
+    name: str, tokenizer: PreTrainedTokenizerBase, model: str, *, trust_remote_code: bool = False
+) -> str | None:
     """What is wrong with a tokenizer for a model that has one of its own: ids of another mean other words to it, though
     all may be in its vocabulary. None where nothing is."""
     from oomb.data import difference_in_ids
@@ -351,7 +360,7 @@ def another_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, model: str)
     if name == model or is_preset(model):
         return None
     try:
-        own = load_tokenizer(model)
+        own = load_tokenizer(model, trust_remote_code=trust_remote_code)
     except ValueError:
         return None  # It has none that can be read: that is what naming one is for.
     difference = difference_in_ids(own, tokenizer, (model, name))
@@ -369,23 +378,54 @@ def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
         text.layer_types = list(text.layer_types)[:num_layers]
 
 
-def _from_hugging_face(auto_class: Any, name: str, **options: Any) -> Any:
+def _from_hugging_face(auto_class: Any, name: str, trust_remote_code: bool, **options: Any) -> Any:
+    # Left out, transformers would ask on standard input, and run what a stray "y" there allows.
+    options["trust_remote_code"] = trust_remote_code
     path = Path(name).expanduser()
     if path.is_dir():
         try:
             return auto_class.from_pretrained(str(path), **options)
         except (OSError, ValueError) as error:
+            _refuse_code(auto_class, name, **options)
             raise ValueError(f"the folder {name!r} could not be loaded: {_first_line(error)}") from error
     offline = _why_offline()
     try:
         return auto_class.from_pretrained(name, local_files_only=offline is not None, **options)
     except (OSError, ValueError) as error:
+        _refuse_code(auto_class, name, **options)
         if offline is None:
             raise ValueError(f"the hub id {name!r} could not be loaded: {_first_line(error)}") from error
         raise ValueError(
             f"the hub id {name!r} could not be loaded: {offline}, and it is not in the local cache. "
             f"Name a local folder that save_pretrained wrote, or a preset: {', '.join(PRESETS)}"
         ) from error
+
+
+def _refuse_code(
+    auto_class: Any, name: str, *, trust_remote_code: bool, config: PretrainedConfig | None = None, **options: Any
+) -> None:
+    """Raise ValueError if something could not be loaded because that takes Python code of its own."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    folder = weights.folder_of(name)
+    kind = auto_class.__name__
+    file = "tokenizer_config.json" if kind == "AutoTokenizer" else "config.json"
+    if trust_remote_code or folder is None or not (folder / file).is_file():
+        return
+    try:
+        described = json.loads((folder / file).read_text(encoding="utf-8"))
+        needs_code = kind in described["auto_map"] or isinstance(described["auto_map"], list)
+    except (ValueError, KeyError, TypeError):
+        return
+    # What transformers knows itself it loads with its own code, whatever comes with the files.
+    is_known = described.get("model_type") in CONFIG_MAPPING
+    if config is not None:
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if needs_code and not is_known:
+        raise ValueError(
+            f"{name} needs Python code that comes with it (auto_map in its {file}), and such code can do anything that "
+            f"you can. Read the .py files in {folder}, and pass --trust_remote_code if you trust them"
+        )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -73,6 +75,8 @@ class TrainingDisplay(TrainerCallback):
         self.step_tokens: list[int] = []
         self.held_out: dict[int, float] = {}
         """Held-out losses that were computed while training, by step."""
+        self.error: str | None = None
+        """What ended training early."""
         self.clock = Clock()
         self._panel: LivePanel | None = None
         self._printed: deque[RenderableType] = deque(maxlen=NUM_PRINTED)
@@ -296,6 +300,17 @@ class TrainingDisplay(TrainerCallback):
         for name, path in places.items():
             table.add_row(name, str(path))
         return table
+
+    def fail(self, error: Exception) -> None:
+        """Tell of an error that ended training: on the screen, and in the metrics at once, whatever comes after it."""
+        self.close()
+        is_expected = isinstance(error, ValueError | OSError | ArithmeticError)
+        if not is_expected:
+            traceback.print_exception(error)
+        text = str(error) or type(error).__name__
+        self.error = text if is_expected else f"{type(error).__name__}: {text}".splitlines()[0]
+        self.log.write(event="error", step=self._first_step + len(self.step_times), error=self.error)
+        self.print(f"[bold red]error:[/] {escape(self.error)}")
 
     def say(self, line: str) -> None:
         self._print_line(line)

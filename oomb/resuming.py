@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import random
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from oomb import checkpoints
+from oomb.finite import FiniteSteps
+from oomb.lock import locked
+from oomb.weights import what_is_broken
 
 REST = "oomb_state.json"
 """What a run needs to go on as it was and transformers does not save: the seed of the data's order, and the loss of the
@@ -32,7 +35,7 @@ ADAPTER = "adapter_model.*"
 """Weights of an adapter, as PEFT calls the file."""
 
 
-class AtomicCheckpoints(transformers.Trainer):
+class AtomicCheckpoints(FiniteSteps):
     """A `transformers.Trainer` whose checkpoints are whole or not there, and from which a run goes on as if it had
     never stopped. Put it before another trainer of the same family among the bases of a class, and that one's are."""
 
@@ -40,6 +43,8 @@ class AtomicCheckpoints(transformers.Trainer):
     _tr_loss: Tensor
 
     def __init__(self, *positional: Any, **options: Any) -> None:
+        self.holds_lock = False
+        """Whether whoever made the trainer keeps other runs out of `output_dir` already."""
         self._staging: Path | None = None
         self._step_end: StepEnd | None = None
         self._newest: Path | None = None
@@ -61,6 +66,15 @@ class AtomicCheckpoints(transformers.Trainer):
         """As of transformers. `True` resumes from the newest whole checkpoint in `output_dir`; a broken one that is
         named is refused, by the name of the file that is at fault, before anything is loaded."""
         output_dir = Path(self.args.output_dir)
+        with ExitStack() as stack:
+            if self.args.should_save and not self.holds_lock:
+                stack.enter_context(locked(output_dir))
+            folder = self._folder_to_resume(output_dir, resume_from_checkpoint)
+            return super().train(None if folder is None else str(folder), *positional, **options)
+
+    def _folder_to_resume(self, output_dir: Path, resume_from_checkpoint: str | Path | bool | None) -> Path | None:
+        """Return the checkpoint to start from, verified. Those of later steps belong to a run that is given up, and are
+        set aside: they would be taken for the newest of this one."""
         if self.args.should_save:
             checkpoints.clean(output_dir)
         folder: Path | None = None
@@ -74,16 +88,19 @@ class AtomicCheckpoints(transformers.Trainer):
         elif resume_from_checkpoint:
             folder = Path(resume_from_checkpoint)
             checkpoints.check(folder)
+        if self.args.should_save:
+            checkpoints.set_aside(output_dir, folder)
         if folder is not None and not (folder / "optimizer.pt").is_file():
             warnings.warn(
                 f"{folder} holds weights alone (save_only_model=True): the optimizer, the schedule and the random "
                 "numbers start anew, so the losses will not be those of a run that was never stopped",
-                stacklevel=2,
+                stacklevel=3,
             )
         self._step_end, self._newest, self._saved_step, self.is_stepping = None, folder, None, False
         rest = None if folder is None else folder / REST
         self._rest = json.loads(rest.read_text()) if rest is not None and rest.is_file() else {}
-        return super().train(None if folder is None else str(folder), *positional, **options)
+        self.num_skipped_steps = self._rest.get("num_skipped_steps", 0)
+        return folder
 
     def save_checkpoint(self) -> Path | None:
         """A checkpoint of the last step that was finished, now: also when the step after it has been broken off, by
@@ -115,6 +132,7 @@ class AtomicCheckpoints(transformers.Trainer):
                 self.state.best_model_checkpoint = str(folder)
                 self.state.save_to_json(str(partial / checkpoints.STATE))
             rest = {"data_seed": self._data_seed, "last_logged_step": self._globalstep_last_logged}
+            rest["num_skipped_steps"] = self.num_skipped_steps
             (partial / REST).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
         self._newest, self._saved_step = folder, self.state.global_step
         if self.args.push_to_hub:
@@ -190,7 +208,8 @@ class AtomicCheckpoints(transformers.Trainer):
         return SeededByEpoch(sampler, self._data_seed) if isinstance(sampler, LengthGroupedSampler) else sampler
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self._reading(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         # Of several adapters "default" lies in the folder itself, the others in folders within, and some releases of
         # transformers then read those alone. TRL makes a second one of an adapter that DPO trains.
         folder, model = Path(resume_from_checkpoint), self.model if model is None else model
@@ -199,26 +218,71 @@ class AtomicCheckpoints(transformers.Trainer):
             model.load_adapter(str(folder), "default", is_trainable=active == "default")
             model.set_adapter(active)
 
+    def _init_training_state(self, max_steps: int, *positional: Any, **options: Any) -> Any:
+        """As of transformers, but the best checkpoint is the one beside that which is resumed: its recorded path is
+        absolute, and wrong or somebody else's once a run has been moved or copied."""
+        result = super()._init_training_state(max_steps, *positional, **options)
+        state = self._newest / checkpoints.STATE if self._newest is not None else None
+        recorded = json.loads(state.read_text()).get("best_model_checkpoint") if state is not None else None
+        if self._newest is None or recorded is None:
+            return result
+        here = self._newest.parent / Path(recorded).name
+        found = next((path for path in (here, Path(recorded)) if path.is_dir()), None)
+        self.state.best_model_checkpoint = None if found is None else str(found)
+        if found is None:
+            score = f" ({self.args.metric_for_best_model} {self.state.best_metric})" if self.state.best_metric else ""
+            warnings.warn(
+                f"the best checkpoint so far, {here.name}{score}, is neither in {here.parent} nor at {recorded}: from "
+                "here on the best is chosen among the steps to come",
+                stacklevel=2,
+            )
+            self.state.best_metric = self.state.best_global_step = None
+        return result
+
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         checkpoints.check(best)
-        super()._load_best_model()
+        with self._reading(best):
+            super()._load_best_model()
         # The optimizer's states are those of the last step: together they are no step's.
         self._step_end, self._newest = None, best
-        self._keep_best_alone()
 
     def _finalize_training(self, *positional: Any, **options: Any) -> Any:
-        if not self.args.load_best_model_at_end:
-            self._keep_best_alone()
-        return super()._finalize_training(*positional, **options)
-
-    def _keep_best_alone(self) -> None:
-        """What transformers does at the end of a run with save_total_limit=1, in our way of deleting."""
+        # With a limit of 1, transformers deletes every checkpoint that is not the best, also where that lies elsewhere.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            result = super()._finalize_training(*positional, **options)
+        finally:
+            self.args.save_total_limit = limit
         best = self.state.best_model_checkpoint
-        if self.args.should_save and self.args.save_total_limit == 1 and best is not None:
-            for folder in checkpoints.find(Path(best).parent):
-                if folder.absolute() != Path(best).absolute():
-                    checkpoints.remove(folder)
+        if self.args.should_save and limit == 1 and best is not None:
+            output_dir = Path(self.args.output_dir)
+            if Path(best).resolve().parent == output_dir.resolve():
+                checkpoints.rotate(output_dir, 1, {Path(best)})
+        return result
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                _refuse_other_shapes(self.optimizer)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with self._reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    @contextmanager
+    def _reading(self, folder: Path | str | None) -> Iterator[None]:
+        """Whatever a reader of its files says of a damaged or foreign one, in one message that names the remedy."""
+        try:
+            yield
+        except Exception as error:
+            if folder is None or isinstance(error, checkpoints.BrokenCheckpoint | MemoryError | torch.OutOfMemoryError):
+                raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise checkpoints.BrokenCheckpoint(
+                f"{_unreadable(Path(folder))} ({reason}); {checkpoints.instead_of(Path(folder))}"
+            ) from error
 
     def _resume_logging(self) -> None:
         """The next logged loss is the mean over all steps since the last one, those before the stop too."""
@@ -279,6 +343,39 @@ class _Steps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer.is_stepping = True
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.refuse_lost_weights()
+
+
+def _unreadable(folder: Path) -> str:
+    """Return which file of a checkpoint is to blame when reading it failed."""
+    for path in sorted(folder.glob("*.pt*")):
+        # torch.save writes an archive with a checksum for each of its parts.
+        try:
+            with zipfile.ZipFile(path) as archive:
+                part = archive.testzip()
+        except (zipfile.BadZipFile, OSError, EOFError) as error:
+            return f"{folder} is damaged: {path.name} cannot be read: {error}"
+        if part is not None:
+            return f"{folder} is damaged: {path.name} cannot be read: the checksum of {part} differs"
+    broken = what_is_broken(folder)
+    if broken is not None:
+        return f"{folder} is damaged: {broken}"
+    return f"{folder} is damaged, or belongs to another model or other arguments"
+
+
+def _refuse_other_shapes(optimizer: Any) -> None:
+    """Raise if a loaded moment is not of its parameter's shape: torch would only notice in a step, or broadcast it."""
+    for parameter, state in optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
+            moment = state.get(name) if isinstance(state, dict) else None
+            if isinstance(moment, Tensor) and moment.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} in optimizer.pt has shape {tuple(moment.shape)}, its parameter {tuple(parameter.shape)}"
+                )
 
 
 class SeededByEpoch(Sampler[int]):

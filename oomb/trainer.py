@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from oomb.config import OFFLOADED_STATES, Config, parse_optim_args
 from oomb.engine import Engine
 from oomb.loss import IGNORED
-from oomb.model import is_checkpointing, switch_checkpointing
+from oomb.model import is_checkpointing, is_running, switch_checkpointing
 from oomb.optim import OffloadedAdamW
 from oomb.refusals import unwrap
 from oomb.resuming import AtomicCheckpoints
@@ -22,10 +24,14 @@ from oomb.resuming import AtomicCheckpoints
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 """What collators add for flash kernels; position_ids say the same."""
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Releases of transformers have the second name alone, or both for the same thing."""
+NO_CHECKPOINTING = dict.fromkeys(CHECKPOINTING, False) | {f"{name}_kwargs": None for name in CHECKPOINTING}
+OWN_LOSS = "Build the loss in compute_loss from self.engine.loss or self.engine.logprobs"
 
 
 class Trainer(AtomicCheckpoints):
-    """Use it as `transformers.Trainer`; `engine_config` and `optimizer` are the arguments more.
+    """Use it as `transformers.Trainer`; `engine_config`, `optimizer` and `max_skipped_steps` are the arguments more.
 
     Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
     Where `compute_metrics` is given, its `predictions` are therefore per-token log-probabilities [B, T]
@@ -34,6 +40,9 @@ class Trainer(AtomicCheckpoints):
     `optimizer` is "offloaded_adamw", with its states in host memory (`oomb.OffloadedAdamW`), or the same with states
     in 16 or 8 bits, "offloaded_adamw_bf16" or "offloaded_adamw_8bit". `optim_args` of `args` may say more of it, as in
     "master_weights=true". The engine then leaves no room for states on the GPU. By default `optim` of `args` decides.
+
+    Training stops with `oomb.NonFiniteError` before a NaN or an infinite loss or gradient reaches the weights.
+    `max_skipped_steps` is how many such steps are skipped before that; None turns the check off.
     """
 
     optimizer: Any
@@ -51,7 +60,7 @@ class Trainer(AtomicCheckpoints):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         _refuse_arguments(args)
         offloaded = None if optimizer is None else _offloaded(optimizer, args)
-        _take_over(args)
+        args = _taken_over(args)
         self.engine_config = engine_config
         self._has_states_on_host = False
         self._engine: Engine | None = None
@@ -97,6 +106,10 @@ class Trainer(AtomicCheckpoints):
             self._engine_of = model_and_device
         return self._engine
 
+    def training_step(self, *positional: Any, **options: Any) -> Tensor:
+        with _engine_alone_trains(self.engine.model.backbone):
+            return super().training_step(*positional, **options)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -137,6 +150,39 @@ class Trainer(AtomicCheckpoints):
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         # Labels must be there before the tokens of an accumulated batch are counted.
         return super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
+
+
+@contextmanager
+def _engine_alone_trains(backbone: nn.Module) -> Iterator[None]:
+    """Raise where a training step calls the model itself, before the plain forward takes its memory, and at the end of
+    a step in which no engine has computed the model with a graph.
+
+    The hook is on the backbone because every way into the model leads there. PEFT calls `forward` of the model inside
+    of it directly, so hooks of that model do not run.
+    """
+    has_engine_run = False
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal has_engine_run
+        if not torch.is_grad_enabled():
+            return
+        if is_running():
+            has_engine_run = True
+        elif module.training:
+            shapes = [tuple(value.shape[:2]) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            raise RuntimeError(
+                f"the training step calls the model itself{f' on a batch of shape {shapes[0]}' if shapes else ''}: it "
+                "would train through the plain forward, with the activations of the whole sequence in memory. "
+                f"{OWN_LOSS}. To score or generate, call the model under torch.no_grad()"
+            )
+
+    handle = backbone.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not has_engine_run:
+        raise RuntimeError(f"the loss of this training step does not come from the engine. {OWN_LOSS}")
 
 
 def _offloaded(name: str, args: TrainingArguments) -> tuple[type[OffloadedAdamW], dict[str, Any]]:
@@ -222,24 +268,30 @@ def _refuse_arguments(args: TrainingArguments) -> None:
         )
 
 
-def _take_over(args: TrainingArguments) -> None:
-    """Switches off what the engine does itself."""
-    if take_out_checkpointing(args):
+def _taken_over(args: TrainingArguments) -> TrainingArguments:
+    """Return the arguments with everything switched off that the engine does itself."""
+    if asks_for_checkpointing(args):
         _warn_of_checkpointing("TrainingArguments asks for gradient checkpointing (activation checkpointing)")
-    if args.n_gpu > 1:
-        # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
-        args._n_gpu = 1
+    # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
+    return with_settings(args, **NO_CHECKPOINTING, _n_gpu=min(args.n_gpu, 1))
 
 
-def take_out_checkpointing(args: Any) -> bool:
-    """Takes the request for checkpointing out of training arguments. Returns whether there was one."""
-    # Releases of transformers have the second name alone, or both for the same thing.
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)]
-    asked = any(getattr(args, name) for name in names)
-    for name in names:
-        setattr(args, name, False)
-        setattr(args, f"{name}_kwargs", None)
-    return asked
+def asks_for_checkpointing(args: Any) -> bool:
+    return any(getattr(args, name, False) for name in CHECKPOINTING)
+
+
+def with_settings(args: Any, **settings: Any) -> Any:
+    """Return training arguments with these settings, without those of them that `args` does not know.
+
+    The caller's object stays as it is: where a setting differs, this is a shallow copy, which keeps the device setup
+    that is cached on the object. Otherwise it is the same object.
+    """
+    changed = {name: value for name, value in settings.items() if getattr(args, name, value) != value}
+    if changed:
+        args = copy.copy(args)
+        for name, value in changed.items():
+            setattr(args, name, value)
+    return args
 
 
 def _warn_of_checkpointing(what: str) -> None:

@@ -25,7 +25,7 @@ from oomb.documents import Given
 from oomb.engine import Engine
 from oomb.loss import IGNORED, PLAIN_TILE, TiledHead
 from oomb.refusals import unwrap
-from oomb.trainer import Trainer, layout_of, take_out_checkpointing, unknown_inputs
+from oomb.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""
@@ -168,7 +168,12 @@ class TRLTrainer(Trainer):
     noted: tuple[str, ...] = ("entropy", "is_top1")
 
     def __init__(
-        self, *given: Any, engine_config: Config | None = None, optimizer: str | None = None, **options: Any
+        self,
+        *given: Any,
+        engine_config: Config | None = None,
+        optimizer: str | None = None,
+        max_skipped_steps: int | None = 0,
+        **options: Any,
     ) -> None:
         named = dict(inspect.signature(self.trl_class).bind(*given, **options).arguments)
         model, args = named.pop("model"), named.pop("args", None)
@@ -179,8 +184,13 @@ class TRLTrainer(Trainer):
             # Here, before the data is tokenised; a model that is still a name is seen when TRL has loaded it.
             unwrap(model)
             _refuse_router_loss(model, args)
-        _switch_off(args)
-        super().__init__(model, args, engine_config=engine_config, optimizer=optimizer, **named)
+        named["max_skipped_steps"] = max_skipped_steps
+        super().__init__(model, _taken_over(args), engine_config=engine_config, optimizer=optimizer, **named)
+        if getattr(self, "_is_vision_dataset", False):
+            raise ValueError(
+                "the training data has images, which the engine does not read: leave out the columns image and images, "
+                f"or train with trl.{self.trl_class.__name__}"
+            )
 
     @property
     def engine(self) -> Engine:
@@ -230,7 +240,8 @@ class TRLTrainer(Trainer):
 
 
 class SFT(TRLTrainer):
-    """Use it as `trl.SFTTrainer`; `engine_config` and `optimizer` are the arguments more, as in `oomb.Trainer`.
+    """Use it as `trl.SFTTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
+    `max_skipped_steps`.
 
     `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
     """
@@ -249,7 +260,8 @@ class SFT(TRLTrainer):
 
 
 class DPO(TRLTrainer):
-    """Use it as `trl.DPOTrainer`; `engine_config` and `optimizer` are the arguments more, as in `oomb.Trainer`.
+    """Use it as `trl.DPOTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
+    `max_skipped_steps`.
 
     The reference model, where there is one, has an engine of its own. `compute_metrics` gets per-token
     log-probabilities [B, T] as `predictions`, not logits.
@@ -257,6 +269,7 @@ class DPO(TRLTrainer):
 
     noted: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
     precompute_ref_logps: bool
+    _precompute_model_hash: Any
 
     def __init__(self, *given: Any, **options: Any) -> None:
         self._reference: Engine | None = None
@@ -276,6 +289,15 @@ class DPO(TRLTrainer):
         if self._reference is None:
             self._reference = Engine(self.ref_model, self.engine_config)
         return self._reference
+
+    def _precompute_ref_logps(self, *positional: Any, **options: Any) -> Any:
+        # TRL keeps the results on disk by data and weights. They also depend on these, so both are part of the name.
+        model_hash = getattr(self, "_precompute_model_hash", None)
+        self._precompute_model_hash = repr((model_hash, self.ld_alpha, self.engine.config))
+        try:
+            return super()._precompute_ref_logps(*positional, **options)
+        finally:
+            self._precompute_model_hash = model_hash
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         engine = self.reference_engine
@@ -367,13 +389,13 @@ def _router_loss_text(weight: float) -> str:
     )
 
 
-def _switch_off(args: Any) -> None:
-    """What the engine does itself. TRL's configs ask for gradient checkpointing by default, so that is no news."""
-    take_out_checkpointing(args)
+def _taken_over(args: Any) -> Any:
+    """Return the arguments with everything switched off that the engine does itself. TRL's configs ask for gradient
+    checkpointing by default, so that is no news."""
     if getattr(args, "activation_offloading", False):
-        args.activation_offloading = False
         warnings.warn(
             "activation_offloading=True is switched off: the engine holds the activations of one chunk. To move K and "
             "V to the host, set gpu_memory in engine_config=oomb.Config(...).",
             stacklevel=4,
         )
+    return with_settings(args, **NO_CHECKPOINTING, activation_offloading=False)

@@ -128,13 +128,16 @@ def verify(
     num_layers: int | None = None,
     settings: dict[str, Any] | None = None,
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> Comparison:
     """Load the model and compare. `settings` are further fields of `oomb.Config`."""
     if chunk_size >= context:
         raise ValueError(f"chunk_size {chunk_size} cuts nothing from a context of {context}; set it below the context")
     config = Config.from_dict({**(settings or {}), "chunk_size": chunk_size})
     torch.manual_seed(seed)
-    model = load_model(name_or_path, dtype=dtype, device=device, num_layers=num_layers)
+    model = load_model(
+        name_or_path, dtype=dtype, device=device, num_layers=num_layers, trust_remote_code=trust_remote_code
+    )
     return compare(model, config, context=context, seed=seed)
 
 

@@ -107,13 +107,15 @@ def shapes_in(name_or_path: str) -> dict[str, tuple[str, list[int]]]:
     return shapes
 
 
-def other_shapes(name_or_path: str, config: PretrainedConfig) -> dict[str, tuple[list[int], list[int]]]:
+def other_shapes(
+    name_or_path: str, config: PretrainedConfig, trust_remote_code: bool = False
+) -> dict[str, tuple[list[int], list[int]]]:
     """(shape in the file, shape by the config), where these differ and a parameter has the same name in both."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     there = shapes_in(name_or_path)
     pairs = {key: (there[key][1], list(p.shape)) for key, p in skeleton.named_parameters() if key in there}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

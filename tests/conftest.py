@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
@@ -29,8 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 
 # A clone's tests give one answer. To look for new examples instead: HYPOTHESIS_PROFILE=search make test
-settings.register_profile("steady", derandomize=True, deadline=None)
-settings.register_profile("search", deadline=None, print_blob=True)
+# How long an example takes to draw says how busy the machine is, and nothing about the test.
+no_clock: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("steady", derandomize=True, **no_clock)
+settings.register_profile("search", print_blob=True, **no_clock)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 

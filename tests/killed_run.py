@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +19,94 @@ from transformers import TrainerCallback
 import oomb
 from oomb import checkpoints
 
-NUM_STEPS = 36
+NUM_KILLS = int(os.environ.get("OOMB_TESTS_KILLS", "10"))
+NUM_STEPS = 6 + 3 * NUM_KILLS
+"""A process is killed up to three steps after it starts."""
 SLOWED_S = 0.004
 """Between two operations on the disk, so that many a kill falls between them."""
+
+
+class Moment:
+    """When to be killed, after `num_steps` steps: while the run computes and saves one more ("step"), while it writes a
+    checkpoint ("partial"), as one gets its name ("named"), or while one is deleted ("gone"). Says when the moment
+    begins, and goes on; before the moment ends it waits for the kill, which may be late on a busy machine."""
+
+    def __init__(self, name: str, num_steps: int, came: Connection) -> None:
+        self.name, self.num_left, self.came = name, num_steps, came
+        self.has_begun = False
+
+    def begins(self, name: str) -> None:
+        if name == self.name and self.num_left <= 0 and not self.has_begun:
+            self.has_begun = True
+            self.came.send(name)
+
+    def ends(self, name: str) -> None:
+        if name == self.name and self.has_begun:
+            threading.Event().wait()
+
+    def step_is_told(self) -> None:
+        self.ends("step")
+        self.ends("named")
+        self.num_left -= 1
+        self.begins("step")
+
+    def follow_the_disk(self) -> None:
+        """Slows what a checkpoint is written and deleted with, and finds the moments in it."""
+
+        def before(name: str, path: Any) -> None:
+            if name == "mkdir" and ".partial-" in str(path):
+                self.begins("partial")
+            elif name == "rename" and ".partial-" in str(path):
+                self.ends("partial")
+            elif name == "rmdir" and ".gone-" in str(path):
+                self.ends("gone")
+
+        def after(name: str, path: Any, target: Any = None, *rest: Any) -> None:
+            if name == "rename" and ".partial-" in str(path):
+                self.begins("named")
+            elif name == "rename" and ".gone-" in str(target):
+                self.begins("gone")
+
+        def follow(name: str) -> None:
+            function = getattr(os, name)
+
+            def slow(*positional: Any, **options: Any) -> Any:
+                before(name, positional[0])
+                time.sleep(SLOWED_S)
+                done = function(*positional, **options)
+                after(name, *positional)
+                return done
+
+            setattr(os, name, slow)
+
+        for name in ("fsync", "mkdir", "rename", "rmdir", "unlink"):
+            follow(name)
 
 
 class Tell(TrainerCallback):
     """Every loss in a file, bit by bit."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, moment: Moment | None) -> None:
+        self.path, self.moment = path, moment
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" in logs:
-            with self.path.open("a") as file:
-                file.write(json.dumps([state.global_step, logs["loss"].hex(), logs["grad_norm"].hex()]) + "\n")
+        if "loss" not in logs:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps([state.global_step, logs["loss"].hex(), logs["grad_norm"].hex()]) + "\n")
+        if self.moment is not None:
+            self.moment.step_is_told()
 
 
-def slowed(name: str) -> None:
-    function = getattr(os, name)
-
-    def slow(*positional: Any, **options: Any) -> Any:
-        time.sleep(SLOWED_S)
-        return function(*positional, **options)
-
-    setattr(os, name, slow)
-
-
-def main(folder: Path, losses: Path, is_slowed: bool) -> None:
+def main(folder: Path, losses: Path, moment: Moment | None) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(folder.parent / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    if is_slowed:
-        for name in ("fsync", "rename", "unlink"):
-            slowed(name)
-    train(folder, losses, NUM_STEPS)
+    if moment is not None:
+        moment.follow_the_disk()
+    train(folder, losses, NUM_STEPS, moment)
 
 
-def train(folder: Path, losses: Path, num_steps: int) -> None:
+def train(folder: Path, losses: Path, num_steps: int, moment: Moment | None = None) -> None:
     """Dropout, several epochs, an odd number of batches to accumulate, an optimizer that rounds at random."""
     torch.set_num_threads(1)
     options = {"max_steps": num_steps, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
@@ -64,7 +116,7 @@ def train(folder: Path, losses: Path, num_steps: int) -> None:
         train_dataset=Samples(18, 20),
         engine_config=CHUNKED,
         optimizer="offloaded_adamw_8bit",
-        callbacks=[Tell(losses)],
+        callbacks=[Tell(losses, moment)],
     )
     trainer.train(resume_from_checkpoint=checkpoints.latest(folder))
 

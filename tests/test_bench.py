@@ -14,6 +14,7 @@ from oomb.engine import Engine
 from oomb.presets import PRESETS, load_model
 
 
+@pytest.mark.timing
 def test_both_modes_agree_and_are_reported(tmp_path: Path) -> None:
     seen: list[bench.Row] = []
     shape = PRESETS["demo"]

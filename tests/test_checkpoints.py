@@ -13,17 +13,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import psutil
 import pytest
 import torch
 from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tiny_model
 from transformers import TrainerCallback
+from waiting import HANG_S
 
 import oomb
 from oomb import checkpoints
 
 ROOT = Path(__file__).parents[1]
+NO_PROCESS = 2**30
+"""A number above all that a system gives: that of a process which has ended may be given again."""
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
@@ -97,21 +100,40 @@ def test_one_of_transformers_is_whole_once_its_state_is_there(tmp_path: Path) ->
     assert checkpoints.latest(tmp_path / "nowhere") is None
 
 
-def test_a_large_file_is_told_by_pieces_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte_of_a_large_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "PIECE", 16)
-    monkeypatch.setattr(checkpoints, "NUM_PIECES", 4)
     path = tmp_path / "weights"
-    content = bytes(range(1, 201))
-    path.write_bytes(content)
-    whole = checkpoints.fingerprint(path)
-    for start in (0, 61, 184):
-        changed = content[:start] + bytes(16) + content[start + 16 :]
-        path.write_bytes(changed)
-        assert checkpoints.fingerprint(path) != whole, start
-    path.write_bytes(content[:20] + bytes(8) + content[28:])
-    assert checkpoints.fingerprint(path) == whole, "what lies between the pieces is not read"
-    path.write_bytes(b"")
-    assert checkpoints.fingerprint(path) == 0
+    for size in (0, 1, 15, 16, 17, 200):
+        content = bytes(range(1, size + 1))
+        path.write_bytes(content)
+        whole = checkpoints.fingerprint(path)
+        if size <= 16:
+            assert whole == crc32(content)
+        for at in range(size):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+            assert checkpoints.fingerprint(path) != whole, at
+
+
+def test_a_manifest_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Its checksums of large files cover 64 pieces of 1 MiB."""
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    content = os.urandom(1 << 20) * 65
+    (folder / "optimizer.pt").write_bytes(content)
+    starts = [index * (len(content) - 2**20) // 63 for index in range(64)]
+    checksum = 0
+    for start in starts:
+        checksum = crc32(content[start : start + 2**20], checksum)
+    files = {"optimizer.pt": {"bytes": len(content), "crc32": checksum}}
+    (folder / checkpoints.MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1))
+    checkpoints.check(folder)
+    with (folder / "optimizer.pt").open("r+b") as file:
+        file.write(b"other")
+    with pytest.raises(checkpoints.BrokenCheckpoint, match="not what was written"):
+        checkpoints.check(folder)
+    (folder / checkpoints.MANIFEST).write_text(json.dumps({"version": 3, "files": files}))
+    with pytest.raises(checkpoints.BrokenCheckpoint, match="its version is 3"):
+        checkpoints.check(folder)
 
 
 def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
@@ -128,10 +150,10 @@ def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"checkpoint-10"}
 
 
+@pytest.mark.timing
 def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    pid = int(dead.stdout)
+    pid = NO_PROCESS
     try:
         write(tmp_path / "checkpoint-1")
         write(tmp_path / "checkpoint-3", "new")
@@ -348,6 +370,7 @@ for name in ("foreseen", "weights", "optimizer"):
 """
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
     """As safetensors and torch.save meet it, in file systems that hold two checkpoints and some of a third."""
@@ -362,7 +385,7 @@ def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
         pytest.skip("this user may not mount a file system")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     program = [*shell, str(tmp_path / "run"), sys.executable, "-c", FULL, str(tmp_path / "run")]
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=180)
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("FULL ") for line in done.stdout.splitlines() if line.startswith("FULL")]
     causes = ["No space left on device", "SafetensorError", "RuntimeError"]
@@ -376,16 +399,16 @@ def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
 def test_a_named_broken_one_is_not_loaded(tmp_path: Path) -> None:
     trainer = train(tmp_path)
     os.truncate(tmp_path / "checkpoint-4" / "optimizer.pt", 1000)
-    with pytest.raises(checkpoints.BrokenCheckpoint, match=r"checkpoint-4 is broken: optimizer\.pt has 1,000 bytes"):
+    with pytest.raises(checkpoints.BrokenCheckpoint, match=r"checkpoint-4 is damaged: optimizer\.pt has 1,000 bytes"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     with pytest.warns(UserWarning, match="Looking for an older one"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.log_history[0]["step"] == 1 and trainer.state.global_step == 4
 
 
+@pytest.mark.timing
 def test_a_run_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
-    number = next(number for number in range(2**22 - 1, 0, -1) if not psutil.pid_exists(number))
-    (tmp_path / f".checkpoint-2.partial-{number}" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / f".checkpoint-2.partial-{NO_PROCESS}" / "checkpoint-2").mkdir(parents=True)
     train(tmp_path, save_total_limit=1)
     assert names(tmp_path) == {"checkpoint-4"}
     state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())

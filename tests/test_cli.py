@@ -150,7 +150,8 @@ def test_a_run_without_a_model_yet_is_not_overwritten_but_resumed(here: Path) ->
     # Its folder is the run's, its metrics are added to the run's.
     assert invoke(*run[:-2], "--resume_from_checkpoint", "out/checkpoint-2").exit_code == 0
     assert [event["step"] for event in records(here / "out") if event["event"] == "step"] == [1, 2, 3, 3]
-    finished = invoke(*run, "--resume_from_checkpoint", "out/checkpoint-3")
+    # What the first run wrote after step 2 is no longer among its checkpoints.
+    finished = invoke(*run, "--resume_from_checkpoint", "out/replaced-1/checkpoint-3")
     assert finished.exit_code == 2
     assert "at step 3 and --max_steps is 3: there is nothing left to train" in finished.output
     for folder in (here / "out").glob("checkpoint-*"):
@@ -163,6 +164,7 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.timing
 def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = trainer.Trainer.evaluate
     monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
@@ -198,6 +200,7 @@ def test_an_error_in_the_last_evaluation_keeps_the_model(here: Path, monkeypatch
     assert (here / "out" / "model" / "config.json").is_file()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     step_end = TrainingDisplay.on_step_end

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 pytest.importorskip("triton")
 
@@ -81,6 +82,7 @@ def compile_all() -> None:
         print(path, flush=True)
 
 
+@pytest.mark.timing
 def test_every_kernel_compiles_for_an_h200() -> None:
     """In a process of its own: this one has the interpreter in the compiler's place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -88,7 +90,7 @@ def test_every_kernel_compiles_for_an_h200() -> None:
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here)])
     program = "import test_compile; test_compile.compile_all()"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=here, env=environment
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, cwd=here, env=environment
     )
     assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}:\n{done.stderr[-3000:]}"
     assert len(done.stdout.split()) == len(CASES)

@@ -61,6 +61,7 @@ def test_many_names_are_a_handful_and_a_count(tmp_path: Path) -> None:
     assert note.startswith("0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl and 5 more are read as one dataset")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_a_list_of_records_is_refused_with_a_command_that_makes_lines_of_it(tmp_path: Path, in_folder: bool) -> None:
     rows = [{"text": "ä one"}, {"text": 'a "second"\none'}]

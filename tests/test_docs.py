@@ -388,6 +388,7 @@ trainer = oomb.Trainer(
 """What comes before a piece of Python that trains, in a script that waits for its SIGTERM in the first run."""
 
 
+@pytest.mark.timing
 def test_a_script_of_ones_own_saves_at_sigterm_and_goes_on(here: Path) -> None:
     [block] = [b for b in fences(DOCS / "checkpoints.md", "python") if "interrupts" in b]
     (here / "script.py").write_text(f"{SCRIPT}\n{block}")

@@ -276,7 +276,7 @@ def test_without_gradients_only_the_fill_pass_runs(model: Any, context: Callable
     assert layer_calls == [False] * (2 * -(-LENGTH // CHUNK))
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_length_chunk_size_batch_and_labels(data: st.DataObject) -> None:
     batch = data.draw(st.integers(1, 3), label="batch")

@@ -116,6 +116,7 @@ def test_the_library_is_copied_without_its_tables(tmp_path: Path) -> None:
     assert not (tmp_path / finetune.TEXT / "encodings").exists() and not list(tmp_path.rglob("__pycache__"))
 
 
+@pytest.mark.timing
 def test_what_is_left_is_what_the_metrics_say(out: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == [
         "finetune_smollm2.html", "finetune_smollm2.json", "finetune_smollm2.log", "finetune_smollm2_metrics.jsonl",
@@ -152,6 +153,7 @@ def test_the_command_in_the_documents_is_the_one_that_is_called() -> None:
     assert "page_budget" not in dense and "--seed 1 --device cpu" in dense
 
 
+@pytest.mark.timing
 def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_path: Path) -> None:
     record: dict[str, Any] = {"status": "finished", "held_out": {"before": 2.0, "after": 1.9}}
     assert finetune.has_learnt(record)
@@ -166,6 +168,7 @@ def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_pat
     assert call("--out", tmp_path, "--dataset", "nowhere").exit_code == 2
 
 
+@pytest.mark.timing
 def test_the_documents_section_is_made_of_the_record(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +209,7 @@ def test_more_than_luck_is_said_only_where_it_is() -> None:
     assert said(0.3).startswith("At no length")
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium or Chrome on PATH")
 def test_the_picture_of_the_page(out: Path, tmp_path: Path) -> None:

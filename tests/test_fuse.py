@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = 1e-5
 
 
+@pytest.mark.timing
 def test_fused_layers_are_exact_and_compiled_once() -> None:
     """With dropout: compiled code must drop what plain code drops, and the same in both passes."""
     model = lora(build("llama"), dropout=0.1).to("cuda" if torch.cuda.is_available() else "cpu")

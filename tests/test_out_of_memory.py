@@ -129,6 +129,7 @@ sys.stdin.read()
     process.communicate()
 
 
+@pytest.mark.timing
 @pytest.mark.gpu
 def test_a_second_process_has_the_gpu(taken_gpu: int) -> None:
     from test_gpu import wide_llama

@@ -65,6 +65,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, machine: list[Machine]) -> None:
     monkeypatch.setattr(plan_check, "load_model", presets.load_model)
 
 
+@pytest.mark.timing
 def test_a_step_is_predicted_and_measured(machine: list[Machine], tmp_path: Path) -> None:
     done = call(tmp_path / "report.json", *STEP, "--optimizer", "adamw")
     [row] = rows(tmp_path / "report.json")

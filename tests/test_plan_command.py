@@ -32,7 +32,9 @@ def test_chosen_pages_are_weighed_for_a_gpu_without_a_name(tmp_path: Path) -> No
     assert "--page_budget 64 it is more than 3 times as fast" in result.output
 
 
-def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
+def test_the_command_says_that_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A program that has a window open keeps it.
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     picture, figures = tmp_path / "deep" / "plan.png", tmp_path / "new" / "plan.json"
     arguments = ["--model", "qwen2.5-7b", "--context", "256K", "--gpu", "H200", "--host", "64GiB"]
     result = invoke("plan", *arguments, "--chunk_size", "8K", "--output", figures, "--plot", picture)
@@ -48,7 +50,6 @@ def test_the_command_says_that_it_fits(tmp_path: Path) -> None:
     assert written["placement"]["capacity"] == 262144 - 8192 and written["facts"]["hidden_size"] == 3584
     data = picture.read_bytes()
     assert data.startswith(b"\x89PNG") and 10_000 < len(data) < 500_000
-    assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
         assert result.exit_code == 2 and "--gpu 24GiB" in result.stderr
 
 
-def test_the_command_names_the_machine_and_the_limits(tmp_path: Path) -> None:
+def test_the_command_names_the_machine_and_the_limits() -> None:
     arguments = ["--model", "demo", "--context", "16K", "--gpu", "NVIDIA H100 80GB HBM3"]
     output = invoke("plan", *arguments, "--host", "64GiB", "--gpu_memory", "200GiB", "--host_memory", "99GiB").output
     words = " ".join(output.split())
@@ -95,10 +96,23 @@ def test_the_command_names_the_machine_and_the_limits(tmp_path: Path) -> None:
     assert " ms, " in words
     assert "of 57.60 GiB, 90%" in invoke("plan", *arguments, "--host", "64GiB").output
     assert invoke("plan", *arguments, "--host", "auto").exit_code == 0
-    started = time.monotonic()
+
+
+@pytest.mark.timing
+def test_a_context_is_planned_as_quickly_as_a_hundredth_of_it(tmp_path: Path) -> None:
     picture = tmp_path / "long.svg"
-    assert invoke("plan", *arguments, "--context", "100000M", "--host", "64GiB", "--plot", picture).exit_code == 1
-    assert time.monotonic() - started < 5 and picture.read_text().startswith("<?xml")
+
+    def seconds(context: str) -> float:
+        # Of this thread alone: other programs on the machine take no part of it.
+        started = time.thread_time()
+        arguments = ["--model", "demo", "--gpu", "NVIDIA H100 80GB HBM3", "--host", "64GiB", "--plot", picture]
+        assert invoke("plan", *arguments, "--context", context).exit_code == 1
+        assert picture.read_text().startswith("<?xml")
+        return time.thread_time() - started
+
+    # The first one imports matplotlib, which may have to make a list of the machine's fonts.
+    seconds("1000M")
+    assert seconds("100000M") < 10 * seconds("1000M")
 
 
 def test_learned_positions_are_a_limit(tmp_path: Path) -> None:

@@ -219,6 +219,7 @@ def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
     assert "The loss was not a finite number in 2 of 6 steps" in text
 
 
+@pytest.mark.timing
 def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     values = [(float(i), math.sin(i / 50) + (100.0 if i == 31_234 else 0.0)) for i in range(50_000)]
     kept = thin(values)
@@ -227,9 +228,10 @@ def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     assert max(kept, key=lambda point: point[1])[0] == 31_234
     assert [x for x, _ in kept] == sorted({x for x, _ in kept})
     run = order(map(json.dumps, (step(n) for n in range(1, 5001))), "long")
-    began = time.monotonic()
+    # Of this thread alone: other programs on the machine take no part of it.
+    began = time.thread_time()
     text = page(run)
-    assert time.monotonic() - began < 10
+    assert time.thread_time() - began < 10
     assert len(text) < 1_000_000
     assert "200 of 5,000 steps as a table" in text or "201 of 5,000 steps as a table" in text
 

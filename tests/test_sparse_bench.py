@@ -3,6 +3,7 @@ can fail."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -49,7 +50,11 @@ def step(context: int, seconds: float | None = None, **fields: Any) -> sparse.Ro
     )
 
 
-def test_rows_are_measured_and_kept(tmp_path: Path) -> None:
+@pytest.mark.timing
+def test_rows_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock that only moves when it is read: the passes are most of a step whatever else the machine does.
+    ticks = itertools.count()
+    monkeypatch.setattr(sparse.time, "perf_counter", lambda: float(next(ticks)))
     common: dict[str, Any] = {"chunk_sizes": [128], "layers": [1], "out": tmp_path, "device": "cpu"}
     sparse.run("growth", "demo", contexts=[256], settings={**SETTINGS, **sparse.LEAN}, **common)
     report = sparse.run("growth", "demo", contexts=[512], settings={**SETTINGS, **sparse.LEAN}, **common)
@@ -92,6 +97,7 @@ def test_nothing_is_measured_behind_a_shut_gate(wrong: str, tmp_path: Path, monk
     assert "the gate is shut" in result.output and ("all pages" if wrong == "covering" else "chosen") in result.output
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("limit", "exit_code"), [(1e4, 0), (1e-6, 1)])
 def test_a_missed_goal_is_an_exit_code(
     limit: float, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +267,7 @@ def test_windows_are_scaled_to_the_pass_and_held_to_the_clock() -> None:
     assert sparse.kernel_table([row]).row_count == 5
 
 
+@pytest.mark.timing
 def test_both_passes_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("marker"))

@@ -336,6 +336,7 @@ def test_examples_of_different_lengths_make_a_batch() -> None:
 STOP_AT = 2
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_TERMINATED)])
 def test_a_stop_within_a_step_is_gone_on_from_exactly(
     here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch, signum: int, code: int
@@ -368,6 +369,7 @@ def test_a_stop_within_a_step_is_gone_on_from_exactly(
     assert signal.getsignal(signum) in (signal.default_int_handler, signal.SIG_DFL)
 
 
+@pytest.mark.timing
 def test_sigterm_in_an_evaluation_ends_the_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = Trainer.evaluate
     monkeypatch.setattr(Trainer, "evaluate", lambda *args: (signal.raise_signal(signal.SIGTERM), evaluate(*args))[1])
@@ -424,6 +426,7 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
             outputs.save(presets.load_model("demo", device="cpu"), None, Path("out/model"))
 
 
+@pytest.mark.timing
 def test_signals_one_by_one() -> None:
     said: list[str] = []
     interrupts = Interrupts(said.append)

@@ -54,6 +54,7 @@ class SlowSteps(TimedCheckpoints):
         self.seen.append((state.global_step, steps(args.output_dir)))
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("minutes", "options", "seen"),
     [
@@ -92,6 +93,7 @@ def test_checkpoints_by_the_clock(
         checkpoints.check(folder)
 
 
+@pytest.mark.timing
 def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,7 @@ def test_when_it_saves_is_told(flags: dict[str, Any], said: str) -> None:
     assert _when_saved(Settings(**flags)).endswith(said)
 
 
+@pytest.mark.timing
 def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["train", *TOY, "--resume_from_checkpoint", "auto"]
     assert "name that, or the checkpoint itself" in invoke("train", "--resume_from_checkpoint", "auto").output

@@ -20,11 +20,11 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, data, presets
+from oomb import checkpoints, data, lock, presets
 from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
-from oomb.train import lock, outputs, prepare
+from oomb.train import outputs, prepare
 from oomb.train import run as run_module
 from oomb.train.settings import Settings
 from oomb.trainer import Trainer
@@ -70,6 +70,7 @@ def fail() -> None:
     raise RuntimeError("the GPU has fallen off the bus")
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("happens", "code", "said"),
     [
@@ -166,11 +167,12 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
                 output_dir_of(Settings(output_dir=str(folder)))
 
 
+@pytest.mark.timing
 def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its first step, and whatever else is said."""
-    holding = "import sys; from pathlib import Path; from oomb.train.lock import locked\n"
+    holding = "import sys; from pathlib import Path; from oomb.lock import locked\n"
     holding += "with locked(Path('out')): print('held', flush=True); input()"
-    refused = "another oomb train (process {}) writes to out; name another --output_dir"
+    refused = "another run (process {}) writes to out"
     with subprocess.Popen(
         [sys.executable, "-c", holding], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -222,7 +224,7 @@ def test_where_there_are_no_locks_there_is_none(here: Path, monkeypatch: pytest.
 
     for change in (("fcntl", None), ("fcntl.flock", unsupported)):
         with monkeypatch.context() as patched:
-            patched.setattr(f"oomb.train.lock.{change[0]}", change[1])
+            patched.setattr(f"oomb.lock.{change[0]}", change[1])
             with lock.locked(Path("out")), lock.locked(Path("out")):
                 (Path("out") / change[0]).touch()
         assert (Path("out") / change[0]).exists()
@@ -354,6 +356,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monke
     assert "UserWarning" not in done.output and "trainer.py" not in done.output
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("output_dir", ["out", "my runs/the 1st", "ABSOLUTE/with 'quotes' and $HOME"])
 def test_the_command_that_goes_on_can_be_copied(here: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str) -> None:
     """Of a run with a settings file and flags, that reads its text less than once."""

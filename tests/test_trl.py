@@ -28,6 +28,7 @@ import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
 
 CHUNKED = oomb.Config(chunk_size=16)
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+SOME_MODULES = {**LORA, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"], "use_dora": True}
 CHAT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}a: {% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}u: {{ m.content }} {% endif %}{% endfor %}"
@@ -179,6 +180,12 @@ def texts() -> Any:
     return datasets.Dataset.from_dict({"text": [f"{i} and {i * i}, " * (2 + i % 4) for i in range(8)]})
 
 
+def completions() -> Any:
+    return datasets.Dataset.from_dict(
+        {"prompt": [f"say {i}: " for i in range(8)], "completion": ["well, " * (1 + i % 4) for i in range(8)]}
+    )
+
+
 def chats() -> Any:
     talk = [
         {"role": "user", "content": "what is it?"},
@@ -203,6 +210,8 @@ def chat_tokenizer(folder: str) -> Any:
         pytest.param(texts, {"packing": True, "packing_strategy": "wrapped", "max_length": 40}, id="a stream"),
         pytest.param(texts, {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1}, id="adamw"),
         pytest.param(chats, {"assistant_only_loss": True}, id="answers alone"),
+        pytest.param(completions, {"max_length": 12}, id="completions, cut"),
+        pytest.param(texts, {"peft_config": lambda _: peft.LoraConfig(**SOME_MODULES)}, id="some modules"),
     ],
 )
 def test_every_kind_of_sft_is_trls(tmp_path: Path, folder: str, data: Any, options: dict[str, Any]) -> None:
@@ -477,20 +486,3 @@ def test_a_batch_without_labels_that_count_is_a_zero(folder: str) -> None:
     assert answer.log_probs.sum() == 0 and answer.entropy.sum() == 0 and not answer.label_mask.any()
     answer.log_probs.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(vars(oomb), "SFTTrainer", raising=False)
-    monkeypatch.delitem(vars(oomb.trl), "SFTTrainer", raising=False)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "trl", None)
-        with pytest.raises(ImportError, match=r"oomb\.SFTTrainer needs TRL: pip install trl "):
-            from oomb import SFTTrainer  # noqa: F401
-        names: dict[str, Any] = {}
-        exec("from oomb import *", names)
-        assert names["Trainer"] is oomb.Trainer and "SFTTrainer" in dir(oomb)
-    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
-    with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer; this is {re.escape(trl.__version__)}"):
-        _ = oomb.SFTTrainer
-    with pytest.raises(AttributeError, match="it has SFTTrainer and DPOTrainer"):
-        _ = oomb.trl.GRPOTrainer

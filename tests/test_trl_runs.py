@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scripts import load
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ProcessorMixin
 
 import oomb
 
 trl = pytest.importorskip("trl")
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
@@ -82,6 +84,58 @@ def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
             )
 
 
+class Processor(ProcessorMixin):
+    """What TRL takes for the sign of a vision-language model."""
+
+    def __init__(self, folder: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
+def test_images_are_refused_before_the_first_step(tmp_path: Path, folder: str, kind: str, data: Any) -> None:
+    with pytest.raises(ValueError, match=rf"the training data has images.*trl\.{kind}Trainer"):
+        getattr(oomb, f"{kind}Trainer")(
+            model=load(folder),
+            args=getattr(trl, f"{kind}Config")(output_dir=str(tmp_path), **{**SETTINGS, "eval_strategy": "no"}),
+            train_dataset=data().add_column("images", [[] for _ in data()]),
+            processing_class=Processor(folder),
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "config"),
+    [({"ld_alpha": 0.1}, CHUNKED), ({}, oomb.Config(chunk_size=16, page_size=8, page_budget=2))],
+    ids=["ld_alpha", "sparse attention"],
+)
+def test_references_on_disk_are_those_of_these_settings(
+    tmp_path: Path, folder: str, args: dict[str, Any], config: oomb.Config
+) -> None:
+    """TRL keeps what it has computed beforehand beside the data, and reads it again."""
+    pairs().save_to_disk(str(tmp_path / "pairs"))
+
+    def references(data: Any, args: dict[str, Any], config: oomb.Config) -> torch.Tensor:
+        settings = {**SETTINGS, "eval_strategy": "no", "precompute_ref_log_probs": True, **args}
+        trainer = oomb.DPOTrainer(
+            folder,
+            args=trl.DPOConfig(output_dir=str(tmp_path / "out"), **settings),
+            train_dataset=data,
+            engine_config=config,
+        )
+        return torch.tensor(trainer.train_dataset["ref_chosen_logps"])
+
+    def on_disk() -> Any:
+        return datasets.load_from_disk(str(tmp_path / "pairs"))
+
+    plain = references(on_disk(), {}, CHUNKED)
+    expected = references(pairs(), args, config)
+    torch.testing.assert_close(references(on_disk(), args, config), expected)
+    assert not torch.allclose(plain, expected)
+    # They are read again where nothing has changed.
+    num_files = len(list((tmp_path / "pairs").iterdir()))
+    torch.testing.assert_close(references(on_disk(), {}, CHUNKED), plain)
+    assert len(list((tmp_path / "pairs").iterdir())) == num_files
+
+
 def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
     """The copy is the reference of DPO, and lies in a folder within the checkpoint."""
 
@@ -103,3 +157,20 @@ def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> N
     assert trained == {name for name, p in resumed.model.named_parameters() if p.requires_grad}
     for key, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[key], value), key
+
+
+def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(oomb), "SFTTrainer", raising=False)
+    monkeypatch.delitem(vars(oomb.trl), "SFTTrainer", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "trl", None)
+        with pytest.raises(ImportError, match=r"oomb\.SFTTrainer needs TRL: pip install trl "):
+            from oomb import SFTTrainer  # noqa: F401
+        names: dict[str, Any] = {}
+        exec("from oomb import *", names)
+        assert names["Trainer"] is oomb.Trainer and "SFTTrainer" in dir(oomb)
+    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
+    with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer; this is {re.escape(trl.__version__)}"):
+        _ = oomb.SFTTrainer
+    with pytest.raises(AttributeError, match="it has SFTTrainer and DPOTrainer"):
+        _ = oomb.trl.GRPOTrainer

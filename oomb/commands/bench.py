@@ -10,7 +10,7 @@ from rich.console import Console
 
 from oomb import presets
 from oomb.commands.shared import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
-from oomb.options import Device, Dtype, parse_list, parse_tokens, with_engine_options
+from oomb.options import Device, Dtype, TrustRemoteCode, parse_list, parse_tokens, with_engine_options
 
 
 @with_engine_options()
@@ -49,6 +49,7 @@ def bench(
     ] = "stdlib",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -75,12 +76,13 @@ def bench(
         from oomb import bench as benchmark
 
         console, finish = Console(), None
+        trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if selection_map is not None:
             from oomb import selection
 
-            num_layers = presets.load_config(name).get_text_config(decoder=True).num_hidden_layers
+            num_layers = presets.load_config(name, **trust).get_text_config(decoder=True).num_hidden_layers
             selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)
-            tokenizer = None if presets.is_preset(name) else presets.load_tokenizer(name)
+            tokenizer = None if presets.is_preset(name) else presets.load_tokenizer(name, **trust)
             ids = selection.text_ids(tokenizer, max(lengths), selection_text)
 
             def finish(engine: Any) -> None:
@@ -100,6 +102,7 @@ def bench(
             repeats=repeats,
             settings=settings,
             finish=finish,
+            **trust,
             on_row=lambda row: console.print(f"measured {row.mode} at {row.context:,} tokens", style="dim"),
         )
     console.print(report.table())

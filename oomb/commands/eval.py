@@ -16,14 +16,24 @@ from oomb.commands.shared import (
     quiet,
     train_options,
 )
-from oomb.options import DATA, OUTPUT, Device, Dtype, parse_list, parse_tokens, with_engine_options, with_options
+from oomb.options import (
+    DATA,
+    OUTPUT,
+    Device,
+    Dtype,
+    TrustRemoteCode,
+    parse_list,
+    parse_tokens,
+    with_engine_options,
+    with_options,
+)
 from oomb.train.settings import check_value
 
 NEEDLES = "Needles in a haystack"
 
 
 @with_engine_options("checkpoint_layers", "keep_attention", "param_grad_dtype", "grad_dtype")
-@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join"))
+@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join", "skip_dataset_check"))
 def eval_(
     model: Annotated[
         str,
@@ -96,6 +106,7 @@ def eval_(
     ] = 42,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     engine: dict[str, Any],
 ) -> None:
     """Measure how a model uses a long context: perplexity by position, and needles in a haystack.
@@ -143,6 +154,7 @@ def eval_(
             output=output,
             dtype=dtype,
             device=device,
+            trust_remote_code=trust_remote_code,
             engine=settings,
         )
         evaluate.run(chosen, Console())

@@ -19,6 +19,7 @@ from oomb.options import (
     Host,
     OptimizerStates,
     Plot,
+    TrustRemoteCode,
     parse_tokens,
     with_engine_options,
 )
@@ -52,6 +53,7 @@ def plan(
     ] = None,
     plot: Plot = None,
     dtype: Dtype = "bfloat16",
+    trust_remote_code: TrustRemoteCode = False,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -82,6 +84,7 @@ def plan(
             lora=lora,
             optimizer=optimizer,
             settings=settings,
+            trust_remote_code=trust_remote_code,
         )
         console = Console()
         console.print(forecast.table())

@@ -6,20 +6,19 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from oomb import presets
 from oomb.commands.shared import CommandOfSettings, one_clear_message, quiet
 from oomb.config import parse_bytes
-from oomb.options import DATA, MACHINE, OUTPUT
+from oomb.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
 
 # Between two plain lines, where the output is no terminal.
 PLAIN_INTERVAL_S = 30.0
@@ -47,6 +46,7 @@ def tokenize(
             rich_help_panel=DATA,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     join: Annotated[
         str,
         typer.Option(
@@ -100,7 +100,7 @@ def tokenize(
             tokenizer_name=tokenizer_name,
             load_tokenizer=None
             if tokenizer_name is None
-            else functools.partial(presets.load_tokenizer, tokenizer_name),
+            else functools.partial(presets.load_tokenizer, tokenizer_name, trust_remote_code=trust_remote_code),
             join=join,
             seed=seed,
             shard_bytes=parse_bytes(shard_size, "--shard_size"),
@@ -137,28 +137,8 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def _shown(console: Console) -> Iterator[Callable[[int, int], None]]:
+def _shown(console: Console) -> AbstractContextManager[Callable[[int, int], None]]:
     """A bar on a terminal, a line now and then elsewhere."""
-    if not console.is_terminal:
-        last = time.monotonic()
+    from oomb.panel import bytes_bar
 
-        def line(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last > PLAIN_INTERVAL_S:
-                last = time.monotonic()
-                console.print(f"tokenised {done / max(total, 1):.0%} of {total / 2**20:,.0f} MiB", highlight=False)
-
-        yield line
-        return
-    with Progress(
-        TextColumn("tokenising"),
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]left"),
-        console=console,
-    ) as bar:
-        task = bar.add_task("tokenise", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    return bytes_bar(console, "tokenising", "tokenised", interval_s=PLAIN_INTERVAL_S)

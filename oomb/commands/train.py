@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from oomb import presets
 from oomb.commands.shared import (
@@ -118,6 +119,11 @@ def gather(ctx: typer.Context, given: dict[str, Any]) -> Settings:
     file = FileSettings(Path(), {}, {}) if path is None else config_file.read(path)
     # By its name: where the parser lives in typer has changed.
     flags = {name for name in given if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT"}
+    if file.moved_to is not None and "output_dir" not in flags:
+        # Its checkpoints are the ones to resume from, and the run that it was copied from is not to be written to.
+        text = f"{file.path} names output_dir {file.values['output_dir']}: this run was moved or copied to"
+        Console(stderr=True).print(f"[yellow]{escape(f'{text} {file.moved_to}, which is used instead')}[/]")
+        file.values["output_dir"] = str(file.moved_to)
     values = {
         name: file.values[name] if name in file.values and name not in flags else from_flag(name, value)
         for name, value in given.items()

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from oomb import presets
 from oomb.commands.shared import EXIT_NOT_TRUSTED, PRESET_NAMES, engine_settings, one_clear_message, quiet
-from oomb.options import Device, parse_tokens, with_engine_options
+from oomb.options import Device, TrustRemoteCode, parse_tokens, with_engine_options
 
 
 @with_engine_options("page_budget", "page_rule", chunk_size="512")
@@ -27,6 +27,7 @@ def verify(
         ),
     ] = "float32",
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     layers: Annotated[
         int | None,
         typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
@@ -56,6 +57,7 @@ def verify(
             num_layers=layers,
             settings=settings,
             seed=seed,
+            trust_remote_code=trust_remote_code,
         )
         console = Console()
         console.print(comparison.table())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from oomb.data.encode import NUM_BYTE_IDS, PAD_ID, SEPARATOR_ID, difference_in_ids, give_the_same_ids
 from oomb.data.finding import STDLIB, find_documents
-from oomb.data.opening import PACKINGS, SHORTEST_ADVISED, load, open_dataset
+from oomb.data.opening import PACKINGS, SHORTEST_ADVISED, load, open_dataset, unchecked
 from oomb.data.sources import JOINS, SEED
 from oomb.data.tokens import Split, Tokens, Windows
 
@@ -28,4 +28,5 @@ __all__ = [
     "give_the_same_ids",
     "load",
     "open_dataset",
+    "unchecked",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +49,8 @@ class Encoded:
     spans: np.ndarray | None
     """[R, 2] of tokens that are learnt; None: all."""
     closes: bool
+    record: int = 0
+    """The number of its record in the source."""
 
 
 @dataclass
@@ -146,6 +148,11 @@ class Encoder:
         vocabulary = self._tokenizer.get_vocab()
         return max(len(vocabulary), max(vocabulary.values()) + 1)
 
+    @property
+    def dtype(self) -> str:
+        """The type of the ids on disk."""
+        return "<u2" if self.num_ids <= 1 << 16 else "<u4"
+
     def fingerprint(self) -> str:
         """Equal for tokenizers that give the same ids. Of the chat template too, where it is used."""
         if self._tokenizer is None:
@@ -189,7 +196,7 @@ class Encoder:
                     f"{self._vocab_size}; name the tokenizer that belongs to the model with --tokenizer_name"
                 )
             tally.num_documents += found.closes
-            yield found
+            yield replace(found, record=int(index))
 
     def _encode(self, record: Record) -> Encoded | None:
         """None where it is empty."""

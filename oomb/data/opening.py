@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from oomb.data import shards
+from oomb.data.checking import Report
 from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
 from oomb.data.finding import STDLIB
+from oomb.data.manifest import find
 from oomb.data.sources import SEED, Source, open_source
-from oomb.data.tokens import Split, Tokens, Windows, is_learnt, pieces
+from oomb.data.tokens import Origins, Split, Tokens, Windows, is_learnt, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,12 +63,17 @@ def open_dataset(
     num_held_out: int = 1,
     num_train: int | None = None,
     seed: int = SEED,
+    skip_check: bool = False,
+    report: Report = lambda done, total: None,
 ) -> Split:
     """Examples of a text file, a folder, JSON lines, a table, or a folder that `oomb tokenize` wrote.
 
     `num_train` examples are enough: the rest is not read. The held-out examples are the first ones, whatever
     `num_train` is. The order of the documents is fixed and looks random: files go by a checksum of their names,
     records by `seed`. Without a tokenizer a token is a byte.
+
+    All files that `oomb tokenize` wrote are checked against its manifest first; `report` hears how far that is.
+    `skip_check` leaves out reading all token ids, which takes minutes for hundreds of gigabytes.
     """
     if max_length < 2:
         raise ValueError(
@@ -76,13 +83,13 @@ def open_dataset(
         raise ValueError(f"packing is {packing!r}; it is one of {', '.join(PACKINGS)}")
     # Five times what is to be held out, so that the share below does not depend on `num_train`.
     enough = None if num_train is None else max(num_train + num_held_out, 5 * num_held_out)
-    folder = None if dataset == STDLIB else shards.find(Path(dataset).expanduser())
+    folder = _tokenised(dataset)
     notes: tuple[str, ...] = ()
     is_all_read = True
     if folder is not None:
         if join != "documents":
             raise ValueError(f"{folder} is tokenised already, and join is {join!r}: say so to oomb tokenize instead")
-        tokens, tally, kind = shards.open_tokens(folder, tokenizer, vocab_size)
+        tokens, tally, kind = shards.open_tokens(folder, tokenizer, vocab_size, skip_check=skip_check, report=report)
         name = str(folder)
         packing = _packing(packing, kind)
     else:
@@ -118,6 +125,18 @@ def open_dataset(
     )
 
 
+def unchecked(dataset: str) -> str | None:
+    """Return what to tell someone who skips the check of a dataset. None if there is nothing that it would check."""
+    if _tokenised(dataset) is None:
+        return None
+    return f"the token ids of {dataset} are not checked: damage to its files would be trained on (--skip_dataset_check)"
+
+
+def _tokenised(dataset: str) -> Path | None:
+    """Return the folder of a dataset that `oomb tokenize` wrote."""
+    return None if dataset == STDLIB else find(Path(dataset).expanduser())
+
+
 def _packing(packing: str, kind: str) -> str:
     """Conversations are apart by default: one has nothing to say to the next."""
     if packing != "auto":
@@ -132,6 +151,7 @@ def _tokenise(
     tally = Tally()
     is_all_read = True
     parts: list[np.ndarray] = []
+    records: list[int] = []
     spans: list[np.ndarray] = []
     ends: list[int] = []
     num_tokens = num_examples = opened_at = 0
@@ -139,6 +159,7 @@ def _tokenise(
         if document.spans is not None:
             spans.append(document.spans + num_tokens)
         parts.append(document.ids)
+        records.append(document.record)
         num_tokens += len(document.ids)
         if document.closes:
             ends.append(num_tokens)
@@ -164,7 +185,9 @@ def _tokenise(
         tally.num_documents += 1
     tally.refuse_nothing(source.name)
     joined = np.concatenate(spans) if spans else None
-    return Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined), tally, is_all_read
+    origins = Origins(source, np.array(records), np.cumsum([len(part) for part in parts], dtype=np.int64))
+    tokens = Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined, origins)
+    return tokens, tally, is_all_read
 
 
 def _refuse_too_little(name: str, tokens: Tokens, tally: Tally, max_length: int, unit: str) -> None:

@@ -5,6 +5,8 @@
     documents.npy      where documents end in the whole sequence
     learnt.npy         [R, 2]: the spans that have a loss; only where not all has
 
+The manifest holds a checksum of each of these, and of itself.
+
     shard-00000.json   while it is being written: what the last three will have of a finished shard
 
 Files appear under their names when they are whole. A shard counts as finished once its .json is there.
@@ -21,50 +23,47 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from oomb.data.checking import Report, check_shards, checksum, read_index
 from oomb.data.encode import Encoded, Encoder, Tally
+from oomb.data.manifest import (
+    DOCUMENTS,
+    FORMAT,
+    LEARNT,
+    MANIFEST,
+    SHARDS,
+    SUMS,
+    VERSION,
+    is_intact,
+    read_manifest,
+    with_checksum,
+)
 from oomb.data.tokens import MappedArray, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = "oomb tokens"
-VERSION = 1
-MANIFEST, DOCUMENTS, LEARNT = "manifest.json", "documents.npy", "learnt.npy"
-OURS = (MANIFEST, DOCUMENTS, LEARNT, "tokens-*.npy", "shard-*.json", ".partial-*")
-
-
-def find(path: Path) -> Path | None:
-    """The folder, where it is one of ours."""
-    return path if path.is_dir() and read_manifest(path) is not None else None
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+OURS = (MANIFEST, DOCUMENTS, LEARNT, SHARDS, "shard-*.json", ".partial-*")
 
 
 def open_tokens(
-    folder: Path, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int | None,
+    *,
+    skip_check: bool = False,
+    report: Report = lambda done, total: None,
 ) -> tuple[Tokens, Tally, str]:
-    """Its tokens, left on disk; what was left out of them; the kind of its records."""
+    """Return its tokens, left on disk; what was left out of them; the kind of its records.
+
+    Raises ValueError if a file is not as it was written. `skip_check` leaves out reading all token ids.
+    """
     manifest = read_manifest(folder)
     assert manifest is not None
-    if manifest["version"] != VERSION:
-        raise ValueError(
-            f"{folder} was written by another version of oomb (format {manifest['version']}, this one reads "
-            f"{VERSION}): run oomb tokenize --overwrite again"
-        )
     if not manifest["complete"]:
         raise ValueError(f"{folder} is not finished: run the same oomb tokenize command again, it goes on from there")
-    for name, num_bytes in manifest["bytes"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != num_bytes:
-            raise ValueError(f"{path} is missing or damaged: run the same oomb tokenize command again to mend it")
     made_by, plan = manifest["plan"]["tokenizer_name"] or "bytes", manifest["plan"]
-    if Encoder(tokenizer, plan["kind"]).fingerprint() != plan["tokenizer"]:
+    encoder = Encoder(tokenizer, plan["kind"])
+    if encoder.fingerprint() != plan["tokenizer"]:
         raise ValueError(
             f"{folder} was tokenised with {made_by}, and the tokenizer here is another: tokenise it again with "
             "--tokenizer_name of the model, or name that one here"
@@ -75,9 +74,10 @@ def open_tokens(
             f"{folder} has the token id {tally.max_id} and the model has a vocabulary of {vocab_size}: it was "
             f"tokenised with {made_by}, which does not belong to this model"
         )
+    ends, spans = read_index(folder, manifest)
+    check_shards(folder, manifest, encoder.dtype, is_full=not skip_check, report=report)
     parts = [MappedArray(folder / shard["name"], shard["num_tokens"]) for shard in manifest["shards"]]
-    spans = np.load(folder / LEARNT) if LEARNT in manifest["bytes"] else None
-    return Tokens(parts, np.load(folder / DOCUMENTS), spans), tally, plan["kind"]
+    return Tokens(parts, ends, spans), tally, plan["kind"]
 
 
 def tokens_name(number: int) -> str:
@@ -121,25 +121,20 @@ def is_finished(folder: Path, number: int, digest: str) -> bool:
     """Whether a shard is there, of this plan, and whole."""
     try:
         record = json.loads(record_path(folder, number).read_text())
-        found = _checksum(folder / tokens_name(number))
+        found = checksum(folder / tokens_name(number))
     except (OSError, ValueError):
         return False
-    return record.get("digest") == digest and record.get("sha256") == found
+    return is_intact(record) and record.get("digest") == digest and record.get("sha256") == found
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_whole(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Whether the tokens of a complete folder are those that were written."""
-    for shard in manifest["shards"]:
-        path = folder / shard["name"]
-        if not path.is_file() or _checksum(path) != shard["sha256"]:
-            return False
-    index = [name for name in manifest["bytes"] if name in (DOCUMENTS, LEARNT)]
-    return all((folder / n).is_file() and (folder / n).stat().st_size == manifest["bytes"][n] for n in index)
+def is_whole(folder: Path, manifest: dict[str, Any], dtype: str) -> bool:
+    """Return whether the files of a complete folder are those that were written."""
+    try:
+        read_index(folder, manifest)
+        check_shards(folder, manifest, dtype)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def begin(folder: Path, plan: dict[str, Any], num_shards: int) -> None:
@@ -164,11 +159,9 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
         tally.add(Tally(**record["tally"]))
         kept.append({key: record[key] for key in ("name", "num_tokens", "sha256")})
     tally.refuse_nothing(source)
-    names = [*(shard["name"] for shard in kept), DOCUMENTS]
-    write_array(folder / DOCUMENTS, np.concatenate(ends))
+    sums = {DOCUMENTS: write_array(folder / DOCUMENTS, np.concatenate(ends))}
     if learnt:
-        write_array(folder / LEARNT, np.concatenate(learnt))
-        names.append(LEARNT)
+        sums[LEARNT] = write_array(folder / LEARNT, np.concatenate(learnt))
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -177,8 +170,9 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
         "num_tokens": num_tokens,
         "plan": plan,
         "tally": tally.as_dict(),
-        "bytes": {name: (folder / name).stat().st_size for name in names},
+        "bytes": {name: (folder / name).stat().st_size for name in [*(shard["name"] for shard in kept), *sums]},
         "shards": kept,
+        SUMS: sums,
     }
     write_json(folder / MANIFEST, manifest)
     return manifest
@@ -191,7 +185,8 @@ def remove(folder: Path, *patterns: str) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    _write(path, lambda file: file.write(json.dumps(value, indent=None).encode()))
+    """With a checksum of its own."""
+    _write(path, lambda file: file.write(json.dumps(with_checksum(value), indent=None).encode()))
 
 
 def write_array(path: Path, values: np.ndarray) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from oomb.data import shards
 from oomb.data.encode import Encoded, Encoder, Tally, kind_of
 from oomb.data.finding import STDLIB, find_documents
+from oomb.data.manifest import find, read_manifest
 from oomb.data.sources import SEED, Source, open_source
 
 POLL_S = 0.2
@@ -87,7 +88,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     for name, value in (("num_proc", job.num_proc), ("shard_size", job.shard_bytes)):
         if value < 1:
             raise ValueError(f"--{name} is {value}; it must be 1 or more")
-    if job.dataset != STDLIB and shards.find(Path(job.dataset).expanduser()):
+    if job.dataset != STDLIB and find(Path(job.dataset).expanduser()):
         raise ValueError(f"{job.dataset} is tokenised already; name its source")
     _check_output(job)
     source = open_source(job.dataset, job.join)
@@ -104,16 +105,15 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     number_of = (np.cumsum(sizes) - sizes) // job.shard_bytes
     borders = np.append(np.flatnonzero(np.diff(number_of, prepend=-1)), len(order))
     num_shards = len(borders) - 1
-    dtype = "<u2" if encoder.num_ids <= 1 << 16 else "<u4"
-    work = Work(source, order, sizes, borders, job.output, kind, digest, dtype)
+    work = Work(source, order, sizes, borders, job.output, kind, digest, encoder.dtype)
 
     job.output.mkdir(parents=True, exist_ok=True)
     shards.remove(job.output, ".partial-*")
-    manifest = None if job.overwrite else shards.read_manifest(job.output)
+    manifest = None if job.overwrite else read_manifest(job.output)
     finished: set[int] = set()
     if manifest is not None:
         _refuse_changes(job, manifest["plan"], plan)
-        if manifest["complete"] and shards.is_whole(job.output, manifest):
+        if manifest["complete"] and shards.is_whole(job.output, manifest, work.dtype):
             shards.remove(job.output, "shard-*.json")
             return _result(job, manifest, num_shards, source.notes)
         finished = {number for number in range(num_shards) if shards.is_finished(job.output, number, digest)}
@@ -151,7 +151,7 @@ def _check_output(job: Job) -> None:
     parent = next(path for path in (job.output, *job.output.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK):
         raise ValueError(f"--output {job.output} cannot be written: {parent} is read-only for you")
-    if job.output.is_dir() and shards.read_manifest(job.output) is None:
+    if job.output.is_dir() and find(job.output) is None:
         others = sorted(path.name for path in job.output.iterdir() if not path.name.startswith(".partial-"))
         if others:
             raise ValueError(f"--output {job.output} holds other files ({others[0]}, …); name another folder")

@@ -28,11 +28,29 @@ class MappedArray:
         return np.load(self._path, mmap_mode="r")[place]
 
 
+@dataclass(frozen=True)
+class Origins:
+    """The records of a source that tokens came from, in order. They are read again only to be named."""
+
+    source: Any
+    records: np.ndarray
+    ends: np.ndarray
+    """Where each record's tokens end in the sequence."""
+
+    def names(self, start: int, stop: int) -> list[str]:
+        """Return the first and the last record between two tokens, as messages call them."""
+        first, last = np.searchsorted(self.ends, [start, stop - 1], side="right")
+        return [self.source.read(int(self.records[at])).where for at in sorted({int(first), int(last)})]
+
+
 class Tokens:
     """One sequence in several arrays; where its documents end; what is learnt of it."""
 
-    def __init__(self, parts: Sequence[Any], ends: np.ndarray, spans: np.ndarray | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[Any], ends: np.ndarray, spans: np.ndarray | None = None, origins: Origins | None = None
+    ) -> None:
         self._parts = parts
+        self._origins = origins
         self._part_ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         self.ends = ends
         self.spans = spans
@@ -50,6 +68,13 @@ class Tokens:
             found.append(np.asarray(self._parts[which][start - first : min(stop, end) - first]))
             start, which = min(stop, end), which + 1
         return np.concatenate(found).astype(np.int64)
+
+    def where(self, start: int, stop: int) -> str:
+        """Return the documents between two tokens, for a message: files or lines, or numbers of documents."""
+        if self._origins is not None:
+            return " to ".join(self._origins.names(start, stop))
+        first, last = np.searchsorted(self.ends, [start, stop - 1], side="right") + 1
+        return f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
 
     def labels(self, ids: np.ndarray, start: int) -> np.ndarray:
         """Those of `ids`, which begin at `start`."""
@@ -115,6 +140,11 @@ class Windows(Dataset):
         start, stop = (int(place) for place in self._bounds_N2[index])
         ids = self._tokens.read(start, stop)
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(self._tokens.labels(ids, start))}
+
+    def where(self, index: int) -> str:
+        """Return where an example comes from, for a message."""
+        start, stop = (int(place) for place in self._bounds_N2[index])
+        return f"{self._tokens.where(start, stop)}, tokens {start:,} to {stop:,} of the data"
 
     def first(self, number: int) -> Windows:
         """So many of them, or all if there are fewer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, nee
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.samples import sample_text
 from oomb.metrics import machine
+from oomb.panel import bytes_bar
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -43,9 +44,11 @@ class Settings:
 
     model_name_or_path: str
     tokenizer_name: str | None = None
+    trust_remote_code: bool = False
     dataset: str = data.STDLIB
     packing: str = "auto"
     dataset_join: str = "documents"
+    skip_dataset_check: bool = False
     max_length: int = 16384
     max_eval_samples: int = 1
     needle: NeedleSettings | None = None
@@ -78,21 +81,23 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     presets.resolve_dtype(settings.dtype, device)
     base = base_of(settings.model_name_or_path)
     whole = settings.model_name_or_path if base is None else base
-    model_config = presets.load_config(whole)
-    tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base))
+    trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    model_config = presets.load_config(whole, **trust)
+    tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base), **trust)
     if settings.tokenizer_name is not None and tokenizer is not None:
         own_name = _tokenizer_name(replace(settings, tokenizer_name=None), base) or whole
-        fault = presets.another_tokenizer(settings.tokenizer_name, tokenizer, own_name)
+        fault = presets.another_tokenizer(settings.tokenizer_name, tokenizer, own_name, **trust)
         if fault is not None:
             raise ValueError(f"--tokenizer_name {fault}. Leave out --tokenizer_name")
     # Text is cheaper to find fault with than weights are to load.
-    split, windows, text = _read(settings, tokenizer, model_config.get_text_config().vocab_size)
+    with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
+        split, windows, text = _read(settings, tokenizer, model_config.get_text_config().vocab_size, report_check)
     haystacks = [] if settings.needle is None else build_haystacks(text, tokenizer, settings.needle)
     _check_positions(settings, model_config, console)
     _describe(settings, base, split, windows, console)
 
     torch.manual_seed(settings.seed)
-    model = presets.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config)
+    model = presets.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config, **trust)
     engine = Engine(model if base is None else with_adapters(model, settings.model_name_or_path), config)
     lengths = [len(window["input_ids"]) for window in windows] + [h.length for h in haystacks for _ in range(2)]
     with _showing(engine, lengths, console):
@@ -129,17 +134,21 @@ def evaluate(
 
 
 def tokenizer_for(
-    name_or_path: str, config: PretrainedConfig, tokenizer_name: str | None = None
+    name_or_path: str,
+    config: PretrainedConfig,
+    tokenizer_name: str | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that is named, or the model's own; None for presets and what was trained from them on bytes."""
     vocab_size = config.get_text_config().vocab_size
     if tokenizer_name is not None:
-        tokenizer = presets.load_tokenizer(tokenizer_name)
+        tokenizer = presets.load_tokenizer(tokenizer_name, trust_remote_code=trust_remote_code)
     elif presets.is_preset(name_or_path):
         tokenizer = None
     else:
         try:
-            tokenizer = presets.load_tokenizer(name_or_path)
+            tokenizer = presets.load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
         except ValueError:
             if vocab_size != presets.PRESETS["demo"]["vocab_size"]:
                 raise
@@ -165,12 +174,16 @@ def _tokenizer_name(settings: Settings, base: str | None) -> str | None:
 
 
 def _read(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    report: Callable[[int, int], None],
 ) -> tuple[data.Split, list[dict[str, Tensor]], Tensor]:
     """The windows to evaluate on, and text for haystacks. The first windows of a text are what `oomb train` holds
     out."""
     most = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
     num_windows = max(settings.max_eval_samples, -(-most // settings.max_length))
+    skip_check = settings.skip_dataset_check
     while True:
         split = data.open_dataset(
             settings.dataset,
@@ -182,6 +195,8 @@ def _read(
             num_train=num_windows,
             num_held_out=settings.max_eval_samples,
             seed=settings.seed,
+            skip_check=skip_check,
+            report=report,
         )
         parts = [split.train] if split.held_out is None else [split.held_out, split.train]
         windows = [part[i] for part in parts for i in range(len(part))]
@@ -190,6 +205,7 @@ def _read(
         if len(text) >= most or len(split.train) < num_windows:
             return split, windows[: settings.max_eval_samples], text
         num_windows *= 4
+        skip_check = True  # It has been checked.
 
 
 def _describe(
@@ -210,7 +226,10 @@ def _describe(
             f"[yellow]oomb train holds out {held_out:,} of them, a fifth of the data at most: a model that was trained "
             "on this dataset has seen the others[/]"
         )
-    lines += [f"[yellow]{escape(note)}[/]" for note in split.notes]
+    notes = list(split.notes)
+    if settings.skip_dataset_check and (note := data.unchecked(settings.dataset)) is not None:
+        notes.append(note)
+    lines += [f"[yellow]{escape(note)}[/]" for note in notes]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

@@ -94,6 +94,8 @@ def _subtitle(run: Run) -> str:
 
 def _notes(run: Run) -> list[str]:
     notes = []
+    if run.error is not None:
+        notes.append(f"An error ended training: {run.error}")
     if not run.steps:
         notes.append("No step has been finished in this run, so there are no curves.")
     if run.unread:

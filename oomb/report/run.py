@@ -36,6 +36,8 @@ class Run:
     """Numbers of the lines that could not be read."""
     is_ended: bool = False
     """Whether the last start came to its end."""
+    error: str | None = None
+    """What ended training early, in the last start."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,6 +57,8 @@ class Run:
 
     @property
     def status(self) -> str:
+        if self.error is not None:
+            return "ended by an error"
         if not self.is_ended:
             return "not finished: still running, or ended without saving"
         return "stopped early and saved" if self.ends[-1].get("stopped") else "finished"
@@ -163,7 +167,9 @@ def order(lines: Iterable[str], name: str) -> Run:
         if kind == "start":
             is_new = bool(run.starts)
             run.starts.append(event)
-            run.is_ended = False
+            run.is_ended, run.error = False, None
+        elif kind == "error":
+            run.error = str(event.get("error", "unknown"))
         elif kind == "step" and step is not None:
             _cut(run, step)
             if is_new:

@@ -13,6 +13,9 @@ import yaml
 from oomb.train.names import setting_of
 from oomb.train.settings import KNOWN, SettingError, Settings, as_setting, by_panel
 
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+"""What every run has in its folder."""
+
 
 @dataclass(frozen=True)
 class FileSettings:
@@ -21,6 +24,14 @@ class FileSettings:
     path: Path
     values: dict[str, Any]
     lines: dict[str, int]
+
+    @property
+    def moved_to(self) -> Path | None:
+        """The folder of the run that these settings belong to, where they name another: it was moved or copied."""
+        named, folder = self.values.get("output_dir"), self.path.parent
+        if self.path.name != CONFIG or named is None or not (folder / METRICS).is_file():
+            return None
+        return None if Path(named).expanduser().resolve() == folder.resolve() else folder.absolute()
 
     def where(self, key: str) -> str:
         return f"{self.path}, line {self.lines[key]}"

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -22,10 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from oomb import checkpoints, data, presets
 from oomb.config import Config
 from oomb.train import config_file
+from oomb.train.config_file import CONFIG, METRICS
 from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
 
-MODEL, METRICS, CONFIG = "model", "metrics.jsonl", "config.yaml"
-"""In the folder of a run."""
+MODEL = "model"
+"""In the folder of a run, beside its settings, metrics and checkpoints."""
 BESIDE_BYTES = 32 << 20
 """Of a model beside its weights: a tokenizer of a large vocabulary, settings, metrics."""
 
@@ -61,7 +63,7 @@ def refuse_used(settings: Settings, output_dir: Path, *, may_start_anew: bool = 
     from."""
     if settings.overwrite_output_dir or settings.resume_from_checkpoint is not None:
         return
-    newest = checkpoints.latest(output_dir)
+    newest = checkpoints.latest(output_dir, in_full=False)
     if newest is not None:
         raise ValueError(
             f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint "
@@ -222,7 +224,7 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
     try:
         model.save_pretrained(partial)
         if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+            _save_tokenizer(tokenizer, partial)
         checkpoints.sync_files(partial)
         if folder.exists():
             folder.rename(old)
@@ -241,10 +243,22 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
     return folder
 
 
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save it with a model. Its files can be had again; the model that was trained cannot."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        warnings.warn(
+            f"the tokenizer could not be saved with the model ({type(error).__name__}: {_reason(error)}): copy its "
+            f"files from {tokenizer.name_or_path or 'where it was loaded from'} before you use the model",
+            stacklevel=2,
+        )
+
+
 def newest_checkpoint(output_dir: Path) -> Path | None:
     """The newest whole one, as far as the disk can be asked."""
     try:
-        return checkpoints.latest(output_dir)
+        return checkpoints.latest(output_dir, in_full=False)
     except OSError:
         return None
 
@@ -336,9 +350,11 @@ def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -
     go_on = {"model_name_or_path": str(saved_to), "dataset": settings.dataset, "learning_rate": settings.learning_rate}
     go_on |= {"packing": settings.packing, "dataset_join": settings.dataset_join}
     go_on |= {"max_length": context, "max_steps": 10, **where, **settings.engine}
+    trust = " --trust_remote_code" if settings.trust_remote_code else ""
+    verify = f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}{trust}"
     commands = {
-        f"verify {shlex.quote(str(saved_to))}{_options({**where, **engine})}": "check its gradients on this machine",
-        f"train{_options(go_on)}": "go on at twice the context" if is_possible else "go on",
+        verify: "check its gradients on this machine",
+        f"train{_options(go_on)}{trust}": "go on at twice the context" if is_possible else "go on",
     }
     if settings.model_name_or_path == DEMO:
         commands["train --dataset FOLDER"] = "the same on your own text"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
             dtype = "float32"
         else:
             is_wide = trains_weights and not keeps_updates
-            fits = MASTER_BYTES * skeleton(model_config).num_parameters() <= MASTER_SHARE * gpu_bytes
+            num_parameters = skeleton(model_config, settings.trust_remote_code).num_parameters()
+            fits = MASTER_BYTES * num_parameters <= MASTER_SHARE * gpu_bytes
             dtype = "float32" if is_wide and fits else "bfloat16"
     mixed = settings.bf16
     if mixed is None:
@@ -96,10 +98,10 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
     return Precision(dtype, mixed, warning)
 
 
-def skeleton(model_config: PretrainedConfig) -> Any:
+def skeleton(model_config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """The model without its numbers."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
+        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
 
 
 def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
@@ -107,7 +109,7 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
     targets = settings.target_modules
     if isinstance(targets, str):
         return
-    modules = skeleton(model_config).named_modules()
+    modules = skeleton(model_config, settings.trust_remote_code).named_modules()
     names = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -116,9 +118,10 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
 
 
 def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
+    trust = {"trust_remote_code": settings.trust_remote_code}
     if settings.tokenizer_name is not None:
-        named = presets.load_tokenizer(settings.tokenizer_name)
-        fault = presets.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path)
+        named = presets.load_tokenizer(settings.tokenizer_name, **trust)
+        fault = presets.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path, **trust)
         if fault is not None:
             remedy = "or train a preset, or a model that was made for this tokenizer"
             raise SettingError("tokenizer_name", f"{fault}. Leave out --tokenizer_name; {remedy}")
@@ -126,7 +129,7 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
     if presets.is_preset(settings.model_name_or_path):
         return None
     try:
-        return presets.load_tokenizer(settings.model_name_or_path)
+        return presets.load_tokenizer(settings.model_name_or_path, **trust)
     except ValueError:
         # What `oomb train` saves of a byte-level model has no tokenizer, and reads bytes again.
         if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
@@ -152,10 +155,20 @@ def unused_settings(settings: Settings) -> str | None:
     return f"{' and '.join(given)} mean nothing without --use_peft: all weights are trained."
 
 
+def skipped_check(settings: Settings) -> str | None:
+    """Return a warning if the dataset is one that could be checked for damage and is not."""
+    return data.unchecked(settings.dataset) if settings.skip_dataset_check else None
+
+
 def load_windows(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, device: torch.device
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    device: torch.device,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> data.Split:
-    """As many windows as the run reads, where it reads some of them only."""
+    """As many windows as the run reads, where it reads some of them only. `report` hears of the check of token shards,
+    in bytes."""
     steps = settings.max_steps or _demo_steps(settings, device)
     split = data.open_dataset(
         settings.dataset,
@@ -167,6 +180,8 @@ def load_windows(
         num_train=None if steps is None else steps * settings.windows_per_step,
         num_held_out=settings.max_eval_samples,
         seed=settings.seed,
+        skip_check=settings.skip_dataset_check,
+        report=report,
     )
     if len(split.train) < settings.per_device_train_batch_size:
         raise ValueError(
@@ -270,13 +285,14 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
     """The model to train, with new adapters or those of the checkpoint to resume from."""
     torch.manual_seed(settings.seed)
     resume = settings.resume_from_checkpoint
+    options: dict[str, Any] = {"dtype": dtype, "device": str(device), "trust_remote_code": settings.trust_remote_code}
     if settings.load_in_4bit:
         model = _in_4_bits(settings, model_config, device)
     elif resume is not None and not settings.use_peft:
         # The trainer loads the checkpoint only when it trains; the held-out loss before that is to be the checkpoint's.
-        model = presets.load_model(resume, dtype=dtype, device=str(device))
+        model = presets.load_model(resume, **options)
     else:
-        model = presets.load_model(settings.model_name_or_path, config=model_config, dtype=dtype, device=str(device))
+        model = presets.load_model(settings.model_name_or_path, config=model_config, **options)
     return _with_adapters(settings, model) if settings.use_peft else model
 
 
@@ -286,6 +302,7 @@ def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch
     return presets.load_weights(
         settings.model_name_or_path,
         config=model_config,
+        trust_remote_code=settings.trust_remote_code,
         dtype=torch.bfloat16,
         quantization_config=bits_config(load_in_4bit=True),
         device_map={"": device},
@@ -320,7 +337,9 @@ def trainer_of(
         data_collator=padded,
         engine_config=config,
         optimizer=settings.optim if is_offloaded else None,
+        max_skipped_steps=settings.max_skipped_steps,
     )
+    trainer.holds_lock = True
     if is_offloaded:
         trainer.create_optimizer()
     return trainer

@@ -18,13 +18,15 @@ from transformers import PrinterCallback
 from oomb import checkpoints, data, presets, report
 from oomb.bench import step_flops
 from oomb.config import Config
+from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
+from oomb.lock import locked
 from oomb.memory import free_host_bytes
 from oomb.metrics import JsonLines, MemoryMeter, gib, machine
+from oomb.panel import bytes_bar
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.train import config_file, outputs, prepare
-from oomb.train.lock import locked
 from oomb.train.outputs import CONFIG, METRICS
 from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
@@ -33,7 +35,7 @@ from oomb.train.timed import KEPT, TimedCheckpoints
 from oomb.trainer import Trainer
 
 EXIT_NOT_AS_ASKED = 1
-"""What was trained is saved, but not where it was to be, or not all of it is trained, for the disk did not let it."""
+"""What was trained is saved, but not where it was to be, or an error ended training early."""
 
 
 def run(settings: Settings, console: Console) -> int:
@@ -63,18 +65,24 @@ def _run(
 ) -> int:
     """In a folder that no other run writes to."""
     started, resume = time.monotonic(), settings.resume_from_checkpoint
-    for said in (prepare.what_a_preset_is(settings), prepare.unused_settings(settings)):
+    for said in (
+        prepare.what_a_preset_is(settings),
+        prepare.unused_settings(settings),
+        prepare.skipped_check(settings),
+    ):
         if said is not None:
             console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
 
     # Text is cheaper to find fault with than weights are to load.
-    model_config = presets.load_config(settings.model_name_or_path)
+    model_config = presets.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
     if settings.use_peft:
         prepare.check_targets(settings, model_config)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     precision = prepare.precision_of(settings, gpu_bytes, model_config)
     tokenizer = prepare.load_tokenizer(settings, model_config)
-    split = prepare.load_windows(settings, tokenizer, model_config.get_text_config().vocab_size, device)
+    vocab_size = model_config.get_text_config().vocab_size
+    with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
+        split = prepare.load_windows(settings, tokenizer, vocab_size, device, report_check)
     probe = Probe(settings, split, tokenizer)
     told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
     for change in outputs.changes(replace(told, resume_from_checkpoint=resume)):
@@ -103,6 +111,8 @@ def _run(
     if resume is None and outputs.is_broken_off(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
+    # Before the settings of this run replace those of the run that wrote them.
+    checkpoints.set_aside(output_dir, None if resume is None else Path(resume))
     config_text = config_file.write(outputs.portable(told))
     (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
     meter = MemoryMeter(device)
@@ -134,7 +144,7 @@ def _run(
                     probe.run("before", trainer, display, first_step)
                 ended = "stopped" if interrupts.terminated else _train(trainer, display, resume)
                 stopped = ended != "whole"
-                if display.step_times:
+                if display.step_times and ended != "lost":
                     interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
                     if stopped:
                         _save_checkpoint(trainer, display)
@@ -157,6 +167,7 @@ def _run(
                     tokens_per_s=round(display.tokens_per_second, 1) if display.step_times else None,
                     peak_memory_bytes=meter.peak_bytes,
                     wall_s=round(time.monotonic() - started, 2),
+                    **({} if display.error is None else {"error": display.error}),
                 )
         except KeyboardInterrupt:
             display.close()
@@ -171,6 +182,8 @@ def _run(
             where = f"the model as of then is in {saved_to}" if saved_to else _nothing_saved(output_dir)
             text = escape(f"stopped after step {step} of {arguments.max_steps}; {where}")
             console.print(f"[yellow]{text}[/]", highlight=False, soft_wrap=True)
+        if ended == "lost" and outputs.newest_checkpoint(output_dir) is not None:
+            console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
         if saved_to is not None:
             places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
             if settings.report:
@@ -183,7 +196,7 @@ def _run(
                 else outputs.what_next(settings, split.num_tokens, model, saved_to)
             )
             console.print(next_steps, highlight=False, markup=False, soft_wrap=True)
-        if ended == "failed" or (saved_to is not None and saved_to.parent != output_dir):
+        if ended in ("failed", "lost") or (saved_to is not None and saved_to.parent != output_dir):
             return EXIT_NOT_AS_ASKED
         return interrupts.exit_code if stopped or interrupts.terminated else 0
 
@@ -239,9 +252,11 @@ def _facts(
     )
 
 
-def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> Literal["whole", "stopped", "failed"]:
-    """Train; "stopped" where a signal ended it early, "failed" where an error of the system did. That is between two
-    chunks and never inside an optimizer step."""
+def _train(
+    trainer: Trainer, display: TrainingDisplay, resume: str | None
+) -> Literal["whole", "stopped", "failed", "lost"]:
+    """Train; "stopped" where a signal ended it early, "failed" where an error did and the weights are those of a step,
+    "lost" where the weights are not finite. A signal ends it between two chunks, never inside an optimizer step."""
     notice = "stopping at the next chunk and saving; Ctrl-C again ends without saving"
     display.interrupts.stop(notice)
     try:
@@ -251,13 +266,12 @@ def _train(trainer: Trainer, display: TrainingDisplay, resume: str | None) -> Li
     except checkpoints.NotSaved as error:
         # Of the last step: all is trained. The model takes a third of a checkpoint's room, and may still find it.
         _warn(str(error), display)
-    except OSError as error:
-        # Of a tracker's file, say, or of the data: what has been trained until now is whole.
-        if not display.step_times or trainer.is_stepping:
+    except Exception as error:
+        if not isinstance(error, NonFiniteError) and (trainer.is_stepping or not display.step_times):
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        _warn(f"training ended by an error of the system ({reason}); saving what is trained", display)
-        return "failed"
+        is_lost = isinstance(error, NonFiniteError) and error.weights_lost
+        display.fail(error)
+        return "lost" if is_lost else "failed"
     finally:
         display.close()
     is_cut_short = display.interrupts.stop_requested and trainer.state.global_step < trainer.state.max_steps

@@ -11,7 +11,7 @@ from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from oomb.config import CHOICES, Config, parse_optim_args
-from oomb.options import ENGINE, ENGINE_OPTIONS, parse_tokens
+from oomb.options import ENGINE, ENGINE_OPTIONS, TRUST_REMOTE_CODE, parse_tokens
 
 DEMO = "demo"
 LATEST = "latest"
@@ -69,6 +69,7 @@ class Settings:
     tokenizer_name: str | None = setting(
         None, MODEL, "Folder or hub id of a tokenizer, if not the model's. Presets read bytes."
     )
+    trust_remote_code: bool = setting(False, MODEL, TRUST_REMOTE_CODE)
     dtype: str = setting(
         "auto",
         MODEL,
@@ -126,6 +127,12 @@ class Settings:
         "What a folder of text files is: documents, one a file; or a repository, one document with their names in it.",
         choices=("documents", "repository"),
     )
+    skip_dataset_check: bool = setting(
+        False,
+        DATA,
+        "Do not compare the checksums of a folder that oomb tokenize wrote: for sets so large that reading them once "
+        "takes too long. Damaged token ids would then be trained on.",
+    )
 
     max_steps: int | None = setting(
         None,
@@ -165,6 +172,12 @@ class Settings:
     adam_beta2: float = setting(0.999, OPTIMIZER, "How long AdamW remembers their squares.", least=0, below=1)
     adam_epsilon: float = setting(1e-8, OPTIMIZER, "Added where AdamW divides.", least=0)
     max_grad_norm: float = setting(1.0, OPTIMIZER, "Clip gradients to this norm; 0: never.", least=0)
+    max_skipped_steps: int = setting(
+        0,
+        OPTIMIZER,
+        "Skip up to this many steps whose loss or gradient norm is NaN or infinite, then stop. 0: stop at the first.",
+        least=0,
+    )
 
     max_eval_samples: int = setting(
         1,

@@ -62,7 +62,9 @@ def _taken(path: Path) -> int | None:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace")
             os.close(descriptor)
             who = f" (process {owner})" if owner.isdigit() else ""
-            raise ValueError(f"another oomb train{who} writes to {path.parent}; name another --output_dir") from None
+            raise ValueError(
+                f"another run{who} writes to {path.parent}: wait until it ends, or name another output_dir"
+            ) from None
         except FileNotFoundError:
             pass
         except OSError:

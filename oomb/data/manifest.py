@@ -1,0 +1,128 @@
+"""manifest.json of a folder that `oomb tokenize` wrote: read only if it is whole, and written with its own checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from oomb.data.encode import Tally
+
+FORMAT = "oomb tokens"
+VERSION = 1
+MANIFEST, DOCUMENTS, LEARNT = "manifest.json", "documents.npy", "learnt.npy"
+SHARDS = "tokens-*.npy"
+
+CHECKSUM = "checksum"
+"""The key of a JSON file's own checksum. Folders of earlier releases lack it."""
+SUMS = "sha256"
+"""The key of the checksums of documents.npy and learnt.npy, which came together with `CHECKSUM`."""
+
+PLAN = {
+    "tokenizer_name": str | None,
+    "tokenizer": str,
+    "kind": str,
+    "join": str,
+    "seed": int,
+    "shard_size": int,
+    "files": dict,
+}
+COMPLETE = {"num_shards": int, "num_tokens": int, "tally": dict, "bytes": dict, "shards": list}
+SHARD = {"name": str, "num_tokens": int, "sha256": str}
+TALLY = {key: str | None if value is None else type(value) for key, value in Tally().as_dict().items()}
+NEEDED = ("num_documents", "max_id")
+"""The part of a tally that every release has written."""
+
+
+def find(path: Path) -> Path | None:
+    """Return the folder if `oomb tokenize` wrote it, even if its manifest can no longer be read."""
+    if not path.is_dir():
+        return None
+    is_ours = _parsed(path) is not None or ((path / MANIFEST).is_file() and any(path.glob(SHARDS)))
+    return path if is_ours else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder, or None if there is none. Raises ValueError if it is damaged."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    manifest = _parsed(folder)
+    if manifest is None:
+        raise _damaged(path, "it cannot be read as JSON")
+    if manifest.get("version") != VERSION:
+        raise ValueError(
+            f"{folder} was written by another version of oomb (format {manifest.get('version')}, this one reads "
+            f"{VERSION}): run oomb tokenize --overwrite again"
+        )
+    if not is_intact(manifest) or (SUMS in manifest and CHECKSUM not in manifest):
+        raise _damaged(path, "its contents do not match its own checksum")
+    _check_form(path, manifest)
+    return manifest
+
+
+def with_checksum(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with a checksum of it under a key of its own: of what it says, not of how JSON writes it."""
+    return {**value, CHECKSUM: _checksum_of(value)}
+
+
+def is_intact(value: dict[str, Any]) -> bool:
+    """Return whether the values match their checksum, if they have one."""
+    rest = {key: one for key, one in value.items() if key != CHECKSUM}
+    return CHECKSUM not in value or value[CHECKSUM] == _checksum_of(rest)
+
+
+def _checksum_of(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _parsed(folder: Path) -> dict[str, Any] | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def _check_form(path: Path, manifest: dict[str, Any]) -> None:
+    """Raise ValueError unless every key that is read is there, of its type, and names files of this folder alone."""
+    _check_keys(path, manifest, {"complete": bool, "plan": dict})
+    _check_keys(path, manifest["plan"], PLAN)
+    if not manifest["complete"]:
+        return
+    _check_keys(path, manifest, COMPLETE)
+    tally = manifest["tally"]
+    _check_keys(path, tally, {key: kind for key, kind in TALLY.items() if key in NEEDED or key in tally})
+    unknown = sorted(tally.keys() - TALLY)
+    if unknown:
+        raise _damaged(path, f'"tally" has the unknown key {unknown[0]!r}')
+    for shard in manifest["shards"]:
+        _check_keys(path, shard, SHARD)
+    _check_keys(path, manifest["bytes"], dict.fromkeys(manifest["bytes"], int))
+    names = [shard["name"] for shard in manifest["shards"]]
+    for name in (*names, *manifest["bytes"]):
+        if Path(name).name != name or name == ".." or "\\" in name:
+            raise _damaged(path, f"it names the file {name!r}, and only files in its own folder may be read")
+    if sorted([*names, DOCUMENTS]) != sorted(manifest["bytes"].keys() - {LEARNT}):
+        raise _damaged(path, '"shards" and "bytes" list different files')
+    if CHECKSUM in manifest:
+        _check_keys(path, manifest, {SUMS: dict})
+        _check_keys(path, manifest[SUMS], dict.fromkeys(manifest["bytes"].keys() - names, str))
+    num_tokens = sum(shard["num_tokens"] for shard in manifest["shards"])
+    if num_tokens != manifest["num_tokens"] or any(shard["num_tokens"] < 0 for shard in manifest["shards"]):
+        raise _damaged(path, f"its shards have {num_tokens:,} tokens, and it says {manifest['num_tokens']:,}")
+
+
+def _check_keys(path: Path, value: Any, types: Mapping[str, Any]) -> None:
+    for key, kind in types.items():
+        if not isinstance(value, dict) or key not in value:
+            raise _damaged(path, f'the key "{key}" is missing')
+        if not isinstance(value[key], kind):
+            expected = getattr(kind, "__name__", kind)
+            raise _damaged(path, f'"{key}" must be of the type {expected}, found {type(value[key]).__name__}')
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {what}. Run the same oomb tokenize command again with --overwrite")

@@ -1,0 +1,191 @@
+"""Trainers that stop at NaN and infinity: before a loss or a gradient reaches the weights, and before weights reach a
+checkpoint."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+ADVICE = (
+    "Lower the learning rate, clip gradients (max_grad_norm), use bfloat16 or float32 if this was float16, or take "
+    "these examples out of the data. To train past such steps, set max_skipped_steps"
+)
+MOST_NAMED = 4
+"""Examples and parameters in a message."""
+
+
+class NonFiniteError(ArithmeticError):
+    """Training stopped because a loss, a gradient norm or a weight is NaN or infinite."""
+
+    def __init__(self, message: str, *, step: int, examples: list[str], weights_lost: bool = False) -> None:
+        super().__init__(message)
+        self.step = step
+        """The optimizer step, counted from 1, that was not finished."""
+        self.examples = examples
+        """The training examples of the batches at fault."""
+        self.weights_lost = weights_lost
+        """Whether the weights themselves are not finite. If not, they are those of the step before."""
+
+
+class FiniteSteps(transformers.Trainer):
+    """A `transformers.Trainer` whose weights never see a NaN or an infinity.
+
+    Training stops with `NonFiniteError` at the first step whose loss or gradient norm is not finite, after skipping up
+    to `max_skipped_steps` of them. None: nothing is checked.
+    """
+
+    def __init__(self, *positional: Any, max_skipped_steps: int | None = 0, **options: Any) -> None:
+        is_number = isinstance(max_skipped_steps, int) and not isinstance(max_skipped_steps, bool)
+        if max_skipped_steps is not None and not (is_number and max_skipped_steps >= 0):
+            raise ValueError(
+                f"max_skipped_steps is {max_skipped_steps!r}; use a whole number, 0 or more, or None for no check"
+            )
+        self.max_skipped_steps = max_skipped_steps
+        self.num_skipped_steps = 0
+        """Steps that were skipped so far, those before a resume included."""
+        self._batches: list[Any] = []
+        """Of the step under way."""
+        self._num_computed = 0
+        """How many of them have a loss."""
+        self._is_bad = False
+        """Whether the step under way is to be skipped."""
+        super().__init__(*positional, **options)
+
+    def get_batch_samples(self, *positional: Any, **options: Any) -> Any:
+        result = super().get_batch_samples(*positional, **options)
+        self._batches, self._num_computed, self._is_bad = result[0], 0, False
+        return result
+
+    def training_step(self, *positional: Any, **options: Any) -> Tensor:
+        loss = super().training_step(*positional, **options)
+        self._num_computed += 1
+        if self.max_skipped_steps is not None and not self._is_bad and not torch.isfinite(loss).all():
+            self._stop_or_skip(f"the loss is {float(loss)}", only=self._num_computed - 1)
+        return loss
+
+    def _get_grad_norm(self, *positional: Any, **options: Any) -> Any:
+        """Called once a step, after the last backward and right before the optimizer."""
+        norm = super()._get_grad_norm(*positional, **options)
+        # With fp16=True a scaler looks for gradients that overflow, skips such steps itself and lowers its scale.
+        is_scaled = getattr(self.accelerator, "scaler", None) is not None
+        if self.max_skipped_steps is None or is_scaled:
+            return norm
+        if not self._is_bad and norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            self._stop_or_skip(f"the gradient norm is {float(norm)}")
+        if self._is_bad:
+            # Without gradients the optimizer changes neither weights nor states.
+            self.model.zero_grad(set_to_none=True)
+        return norm
+
+    def _stop_or_skip(self, what: str, only: int | None = None) -> None:
+        """`only`: the batch at fault, where it is known."""
+        assert self.max_skipped_steps is not None
+        step, examples = self.state.global_step + 1, self._describe_examples(only)
+        where = f"{what} in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}"
+        if self.num_skipped_steps < self.max_skipped_steps:
+            self.num_skipped_steps += 1
+            self._is_bad = True
+            count = f"{self.num_skipped_steps:,} of at most {self.max_skipped_steps:,}"
+            warnings.warn(f"{where}: the step is skipped ({count})", stacklevel=2)
+            return
+        skipped = f", with {self.num_skipped_steps:,} steps skipped before" if self.num_skipped_steps else ""
+        raise NonFiniteError(
+            f"{where}: training stopped{skipped}. The optimizer has not used it: the weights are those of step "
+            f"{step - 1:,}. {ADVICE}",
+            step=step,
+            examples=examples,
+        )
+
+    def refuse_lost_weights(self) -> None:
+        """Raise if the last update has made trained weights NaN or infinite."""
+        if self.max_skipped_steps is None:
+            return
+        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        if lost := nonfinite_names(trained):
+            step, examples = self.state.global_step + 1, self._describe_examples()
+            raise NonFiniteError(
+                f"the update in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}, made weights NaN "
+                f"or infinite: {_some(lost)}. They will not be saved. {ADVICE}",
+                step=step,
+                examples=examples,
+                weights_lost=True,
+            )
+
+    def _describe_examples(self, only: int | None = None) -> list[str]:
+        """Return what the batches of the step hold, as a person finds it in the data set."""
+        chosen = range(len(self._batches)) if only is None else [only]
+        numbers: list[list[int]] = []
+        # A data set may have no numbers, or an order that cannot be had twice. The batches themselves are known always.
+        with suppress(Exception):
+            numbers = self._example_numbers()
+        found: list[str] = []
+        for at in chosen:
+            ids = self._batches[at].get("input_ids") if hasattr(self._batches[at], "get") else None
+            texts = [self._beginning(row) for row in ids] if isinstance(ids, Tensor) else []
+            known = numbers[at] if at < len(numbers) else []
+            where = getattr(self.train_dataset, "where", None)
+            if known and where is not None:
+                found += [f"example {number:,} ({where(number)})" for number in known]
+            elif known:
+                found += [f"example {number:,}{text}" for number, text in zip(known, texts, strict=False)]
+            else:
+                found += [f"an example{text}" for text in texts] or [f"batch {at + 1} of the step"]
+        return [*found[:MOST_NAMED], f"{len(found) - MOST_NAMED:,} more"] if len(found) > MOST_NAMED else found
+
+    def _example_numbers(self) -> list[list[int]]:
+        """Return the numbers in the data set of each batch of the step.
+
+        The sampler is asked for its order again, as for a resume; what it gives is compared with the batches."""
+        loader: Any = self.callback_handler.train_dataloader
+        num_steps = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
+        epoch, step = divmod(self.state.global_step, num_steps)
+        sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+        before = getattr(sampler, "epoch", None)
+        if before is not None:
+            sampler.set_epoch(epoch)
+        first = step * self.args.gradient_accumulation_steps
+        try:
+            numbers = list(islice(loader.batch_sampler, first, first + len(self._batches)))
+        finally:
+            if before is not None:
+                sampler.set_epoch(before)
+        for indices, batch in zip(numbers, self._batches, strict=True):
+            again = loader.collate_fn([self.train_dataset[index] for index in indices])
+            if not torch.equal(again["input_ids"].cpu(), batch["input_ids"].cpu()):
+                return []
+        return numbers
+
+    def _beginning(self, ids: Tensor) -> str:
+        """Return the first words of an example, where there is a tokenizer to read them."""
+        decode = getattr(self.processing_class, "decode", None)
+        if decode is None:
+            return f", whose token ids begin {ids[:8].tolist()}"
+        return f', which begins "{" ".join(str(decode(ids[:32].tolist())).split())}"'
+
+
+def nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that hold a NaN or an infinity. Reads each once; waits once for each device."""
+    peaks: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            # The largest magnitude: no copy of the tensor, and unlike a sum it cannot overflow.
+            peak = torch.linalg.vector_norm(tensor.detach(), float("inf")).double()
+            peaks.setdefault(tensor.device, []).append((name, peak))
+    lost: list[str] = []
+    for found in peaks.values():
+        is_finite = torch.stack([peak for _, peak in found]).isfinite().tolist()
+        lost += [name for (name, _), finite in zip(found, is_finite, strict=True) if not finite]
+    return lost
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest:,} more" if rest > 0 else "")

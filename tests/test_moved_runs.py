@@ -1,0 +1,227 @@
+"""Runs that are copied, moved, overwritten or written to twice: each keeps to its own folder and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import TOY_RUN, invoke
+from test_checkpoints import names
+from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tiny_model
+from transformers import TrainerCallback
+
+import oomb
+from oomb import checkpoints
+
+pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
+TOY = [*TOY_RUN, "--max_steps", "4"]
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+
+
+class Scores(oomb.Trainer):
+    """An evaluation is a number of a list, one for each step."""
+
+    scores = (5.0, 1.0, 4.0, 3.0, 2.0, 2.5)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_loss": self.scores[self.state.global_step - 1]}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def trainer_in(folder: Path, max_steps: int = 4, **options: Any) -> Scores:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": max_steps, **options}
+    callbacks = settings.pop("callbacks", None)
+    model, samples = tiny_model(num_hidden_layers=1), Samples(8, 20)
+    return Scores(
+        model,
+        arguments(folder, **settings),
+        train_dataset=samples,
+        eval_dataset=samples,
+        engine_config=CHUNKED,
+        callbacks=callbacks,
+    )
+
+
+def resume(folder: Path, **options: Any) -> Scores:
+    trainer = trainer_in(folder, 6, **options)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_copied_run_leaves_the_original_alone(tmp_path: Path) -> None:
+    original, copied = tmp_path / "original", tmp_path / "copied"
+    trainer_in(original, save_total_limit=2, **BEST).train()
+    assert names(original) == {"checkpoint-2", "checkpoint-4"}
+    shutil.copytree(original, copied)
+    before = contents(original)
+    trainer = resume(copied, save_total_limit=1, **BEST)
+    assert contents(original) == before
+    # Step 2 is still the best, and the copy has its own of it.
+    assert names(copied) == {"checkpoint-2"}
+    assert Path(trainer.state.best_model_checkpoint) == copied / "checkpoint-2"
+
+
+def test_a_moved_run_remembers_its_best_checkpoint(tmp_path: Path) -> None:
+    original, moved = tmp_path / "original", tmp_path / "moved"
+    trainer_in(original, save_total_limit=2, **BEST).train()
+    original.rename(moved)
+    trainer = resume(moved, save_total_limit=1, **BEST)
+    assert trainer.state.best_model_checkpoint == str(moved / "checkpoint-2")
+    assert names(moved) == {"checkpoint-2"}
+    assert not original.exists()
+
+
+def test_a_copy_without_the_best_checkpoint_ends_with_one_of_its_own(tmp_path: Path) -> None:
+    """It was left behind, and may have been deleted there."""
+    for is_deleted in (False, True):
+        original, copied = tmp_path / f"original-{is_deleted}", tmp_path / f"copied-{is_deleted}"
+        trainer_in(original, save_total_limit=2, **BEST).train()
+        shutil.copytree(original / "checkpoint-4", copied / "checkpoint-4")
+        if is_deleted:
+            shutil.rmtree(original / "checkpoint-2")
+        before = contents(original)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = resume(copied, save_total_limit=1, **BEST)
+        assert names(copied), "the copy ends with no checkpoint at all"
+        assert contents(original) == before
+        said = [str(warning.message) for warning in caught if "the best checkpoint so far" in str(warning.message)]
+        if is_deleted:
+            # Step 5 is the best of those that this run has seen.
+            assert names(copied) == {"checkpoint-5"} and trainer.state.best_metric == 2.0
+            assert len(said) == 1 and "checkpoint-2" in said[0] and "chosen among the steps to come" in said[0]
+        else:
+            assert trainer.state.best_model_checkpoint == str(original / "checkpoint-2") and not said
+
+
+def test_a_state_that_names_another_folder_deletes_nothing_there(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    trainer_in(run, save_total_limit=2, **BEST).train()
+    for step in (7, 8, 9):
+        shutil.copytree(run / "checkpoint-2", other / f"checkpoint-{step}")
+    for folder in checkpoints.find(run):
+        state = json.loads((folder / checkpoints.STATE).read_text())
+        state["best_model_checkpoint"] = str(other / "checkpoint-8")
+        (folder / checkpoints.STATE).write_text(json.dumps(state))
+        (folder / checkpoints.MANIFEST).unlink()
+    before = contents(other)
+    resume(run, save_total_limit=1, **BEST)
+    assert contents(other) == before
+    assert names(run)
+
+
+def test_a_copied_run_of_oomb_train_goes_on_in_its_own_folder(places: Path) -> None:
+    assert invoke("train", *TOY, "--save_steps", "2").exit_code == 0
+    shutil.copytree("out", "copy")
+    before = contents(Path("out"))
+    done = invoke("train", "copy/config.yaml", "--resume_from_checkpoint", "--max_steps", "6")
+    assert done.exit_code == 0, done.output
+    assert contents(Path("out")) == before
+    assert "checkpoint-6" in names(Path("copy"))
+    assert "was moved or copied to" in done.output
+    # A file of settings that is kept elsewhere names the folder that it means.
+    shutil.copy("out/config.yaml", "config.yaml")
+    done = invoke("train", "config.yaml", "--resume_from_checkpoint", "--max_steps", "8")
+    assert done.exit_code == 0 and "checkpoint-8" in names(Path("out")), done.output
+
+
+class Crash(TrainerCallback):
+    """Ends the process, as far as anything after it can tell."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("flags", [[], ["--save_total_limit", "2"]])
+def test_an_overwritten_run_is_not_gone_on_with(places: Path, flags: list[str], monkeypatch: Any) -> None:
+    """Overwritten, killed, resumed: from the checkpoint of the new run, though the old one came further."""
+    from oomb.train import run
+
+    assert invoke("train", *TOY, "--save_steps", "1", "--max_steps", "6").exit_code == 0
+    first, trainer_of = run.Trainer, run.prepare.trainer_of
+
+    def crashing(*args: Any, **kwargs: Any) -> Any:
+        trainer = trainer_of(*args, **kwargs)
+        trainer.add_callback(Crash(3))
+        return trainer
+
+    monkeypatch.setattr(run.prepare, "trainer_of", crashing)
+    anew = [*TOY, "--save_steps", "1", "--seed", "7", "--max_steps", "6", "--overwrite_output_dir", *flags]
+    invoke("train", *anew)
+    monkeypatch.undo()
+    monkeypatch.chdir(places / "work")
+    assert first is run.Trainer
+    steps = [checkpoints.step_of(path) for path in checkpoints.find(Path("out"))]
+    assert max(steps, default=None) == 3, f"the newest checkpoint of the new run is 3, and there are {steps}"
+    assert len(steps) == (2 if flags else 3)
+    done = invoke("train", "out/config.yaml", "--resume_from_checkpoint")
+    assert done.exit_code == 0, done.output
+    invoke("train", *TOY, "--seed", "7", "--max_steps", "6", "--output_dir", "whole")
+    assert Path("out/model/model.safetensors").read_bytes() == Path("whole/model/model.safetensors").read_bytes()
+    # Nothing that was asked to be kept is lost.
+    assert [checkpoints.step_of(path) for path in checkpoints.find(Path("out/replaced-1"))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_trainer_that_starts_again_does_not_resume_the_run_before(tmp_path: Path) -> None:
+    trainer_in(tmp_path, 4).train()
+    second = trainer_in(tmp_path, 4, callbacks=[Crash(2)], seed=8, save_total_limit=2)
+    with pytest.raises(KeyboardInterrupt):
+        second.train()
+    assert checkpoints.latest(tmp_path) == tmp_path / "checkpoint-2"
+    resumed = trainer_in(tmp_path, 4, seed=8, save_total_limit=2)
+    resumed.train(resume_from_checkpoint=True)
+    whole = trainer_in(tmp_path / "whole", 4, seed=8)
+    whole.train()
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_going_back_to_an_earlier_checkpoint_gives_up_the_later_ones(tmp_path: Path) -> None:
+    trainer_in(tmp_path, 4).train()
+    back = trainer_in(tmp_path, 4, callbacks=[Crash(2)], learning_rate=1e-4)
+    with pytest.raises(KeyboardInterrupt):
+        back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert checkpoints.latest(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_two_trainers_on_one_folder_are_refused(tmp_path: Path) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Wait(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            inside.set()
+            go_on.wait()
+
+    first, second = trainer_in(tmp_path, callbacks=[Wait()]), trainer_in(tmp_path, max_steps=1)
+    thread = threading.Thread(target=first.train)
+    thread.start()
+    try:
+        while not inside.wait(0.1):
+            assert thread.is_alive()
+        refused = None
+        # In a thread as well: where it is not refused, it would wait for the first one's lock on the model.
+        try:
+            second.train()
+        except ValueError as error:
+            refused = str(error)
+    finally:
+        go_on.set()
+        thread.join()
+    assert refused is not None, "two trainers wrote to one folder"
+    assert "another run" in refused and str(tmp_path) in refused
+    assert second.state.global_step == 0
+    # The folder is free again.
+    trainer_in(tmp_path, max_steps=1).train()
