@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +42,7 @@ _ours: set[Path] = set()
 """The hidden folders that this process is at work on. A process in a container often has the number of the one before
 it, so the number alone does not tell."""
 STEADY_NS = 2 * 10**9
-_verified: dict[Path, tuple[Any, ...]] = {}
+_verified: set[tuple[Path, tuple[Any, ...]]] = set()
 """Checkpoints that this process has read in full, with the state of their files then: a resume checks more than once
 and reads once."""
 
@@ -88,13 +88,14 @@ def written(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> It
         )
 
 
-def check(folder: Path | str) -> None:
+def check(folder: Path | str, only: Callable[[str], bool] = lambda name: True) -> None:
     """Raise `BrokenCheckpoint`, naming the file and an older checkpoint, unless the folder is a whole checkpoint.
 
-    Of ours every file is read in full and compared with the manifest. One of transformers counts once it is finished.
+    Of ours every file is read in full and compared with the manifest, or those whose names `only` picks. One of
+    transformers counts once it is finished.
     """
     folder = Path(folder)
-    problem = _problem(folder)
+    problem = _problem(folder, only=only)
     if problem is not None:
         raise BrokenCheckpoint(f"{problem}; {instead_of(folder)}")
 
@@ -106,10 +107,10 @@ def instead_of(folder: Path) -> str:
     for other in reversed(older):
         if other != folder and _problem(other) is None:
             return f"resume from {other} instead"
-    return f"there is no older whole checkpoint in {folder.parent}, so the run has to start again"
+    return f"there is no older whole checkpoint in {folder.parent}"
 
 
-def _problem(folder: Path, *, in_full: bool = True) -> str | None:
+def _problem(folder: Path, *, in_full: bool = True, only: Callable[[str], bool] = lambda name: True) -> str | None:
     """Return what is wrong with a checkpoint, or None. Without `in_full` its files are not read."""
     if not folder.is_dir():
         return f"{folder} is no checkpoint: there is no such folder"
@@ -126,7 +127,7 @@ def _problem(folder: Path, *, in_full: bool = True) -> str | None:
             return f"{folder} is damaged: {STATE} cannot be read ({error})"
         return None
     try:
-        return _difference(folder, files, in_full)
+        return _difference(folder, {name: entry for name, entry in files.items() if only(name)}, in_full)
     except OSError as error:
         return f"{folder} is damaged: {error.filename or 'a file'} cannot be read ({error.strerror or error})"
 
@@ -142,14 +143,14 @@ def _difference(folder: Path, files: dict[str, tuple[int, int, bool]], in_full: 
     if not in_full:
         return None
     now, seen = time.time_ns(), _seen(folder, files)
-    if _verified.get(folder.absolute()) == seen:
+    if (folder.absolute(), seen) in _verified:
         return None
     for name, (_, checksum, is_sampled) in files.items():
         if (_sample_checksum if is_sampled else fingerprint)(folder / name) != checksum:
             return f"{folder} is damaged: {name} is not what was written (its checksum differs)"
     # A file that has just been written can be written again without a change of its time stamp.
     if all(now - stat[2] > STEADY_NS for stat in seen):
-        _verified[folder.absolute()] = seen
+        _verified.add((folder.absolute(), seen))
     return None
 
 
@@ -186,26 +187,37 @@ def latest(output_dir: Path | str, *, in_full: bool = True) -> Path | None:
     return None
 
 
-def set_aside(output_dir: Path, resumed: Path | None) -> None:
-    """Move the checkpoints of an earlier run out of the way of one that starts now, from `resumed` or from the first
-    step: it would resume from them as the newest, and delete its own in their favor."""
-    is_here = resumed is not None and resumed.resolve().parent == output_dir.resolve()
+def set_aside(output_dir: Path, resumed: Path | None, keep: set[Path] | None = None) -> None:
+    """Move the checkpoints of an earlier run out of the way of one that started from `resumed`, or from the first step:
+    it would resume from them as the newest, and delete its own in their favor. Those in `keep` stay."""
+    kept = {path.resolve() for path in [*(keep or ()), *([resumed] if resumed is not None else [])]}
+    is_here = resumed is not None and resumed.parent.resolve() == output_dir.resolve()
     match = _CHECKPOINT.fullmatch(resumed.name) if resumed is not None and is_here else None
-    folders = [folder for folder in find(output_dir) if match is None or step_of(folder) > int(match[1])]
+    folders = [
+        folder
+        for folder in find(output_dir)
+        if folder.resolve() not in kept and (match is None or step_of(folder) > int(match[1]))
+    ]
     if not folders:
         return
-    numbered = (output_dir / f"replaced-{number}" for number in range(1, 1_000_000))
+    # A name that `push_to_hub` leaves out.
+    numbered = (output_dir / f"_replaced-{number}" for number in range(1, 1_000_000))
     aside = next(path for path in numbered if not path.exists())
     aside.mkdir()
     # The newest last: if this process is killed in between, the earlier run can still be resumed from its newest one.
     for folder in folders:
-        folder.rename(aside / folder.name)
+        if folder.is_symlink():
+            # Its target may be relative to the folder that it is in.
+            (aside / folder.name).symlink_to(folder.resolve())
+            folder.unlink()
+        else:
+            folder.rename(aside / folder.name)
     sync_folder(aside)
     sync_folder(output_dir)
     warnings.warn(
         f"{output_dir} held checkpoints of an earlier run, the newest of step {step_of(folders[-1]):,}. They were "
         f"moved to {aside}: resume from one of them by its path, or delete them",
-        stacklevel=4,
+        stacklevel=2,
     )
 
 
@@ -221,7 +233,7 @@ def surplus(output_dir: Path, limit: int | None, keep: set[Path], num_new: int =
         return []
     kept = {path.resolve() for path in keep}
     # One that lies elsewhere, the best of another run for example, takes no place here.
-    num_kept = sum(path.parent == output_dir.resolve() for path in kept)
+    num_kept = sum(path.parent.resolve() == output_dir.resolve() for path in keep)
     folders = find(output_dir)
     num_surplus = len(folders) + num_new - max(limit, num_kept)
     return [folder for folder in folders if folder.resolve() not in kept][: max(num_surplus, 0)]
@@ -273,7 +285,7 @@ def seal(folder: Path) -> None:
         if path.is_file()
     }
     manifest = folder / MANIFEST
-    manifest.write_text(_signed({"version": VERSION, "files": files}))
+    manifest.write_bytes(_signed({"version": VERSION, "files": files}).encode())
     _sync(manifest)
     sync_folder(folder)
 
@@ -377,7 +389,8 @@ def _manifest(folder: Path) -> dict[str, tuple[int, int, bool]] | None:
     Raises where it is not as it was written."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes().decode()
+        # Editors and copies may change how its lines end, and nothing else.
+        text = path.read_bytes().decode().replace("\r\n", "\n").rstrip("\n")
     except FileNotFoundError:
         return None
     manifest = json.loads(text)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 ADVICE = (
     "Lower the learning rate, clip gradients (max_grad_norm), use bfloat16 or float32 if this was float16, or take "
-    "these examples out of the data. To train past such steps, set max_skipped_steps"
+    "these examples out of the data"
 )
 MOST_NAMED = 4
 """Examples and parameters in a message."""
@@ -57,6 +57,7 @@ class FiniteSteps(transformers.Trainer):
         """How many of them have a loss."""
         self._is_bad = False
         """Whether the step under way is to be skipped."""
+        self._infinite_from_the_start: set[str] = set()
         super().__init__(*positional, **options)
 
     def get_batch_samples(self, *positional: Any, **options: Any) -> Any:
@@ -76,9 +77,8 @@ class FiniteSteps(transformers.Trainer):
         norm = super()._get_grad_norm(*positional, **options)
         # With fp16=True a scaler looks for gradients that overflow, skips such steps itself and lowers its scale.
         is_scaled = getattr(self.accelerator, "scaler", None) is not None
-        if self.max_skipped_steps is None or is_scaled:
-            return norm
-        if not self._is_bad and norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+        is_finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if self.max_skipped_steps is not None and not (is_finite or is_scaled or self._is_bad):
             self._stop_or_skip(f"the gradient norm is {float(norm)}")
         if self._is_bad:
             # Without gradients the optimizer changes neither weights nor states.
@@ -99,17 +99,24 @@ class FiniteSteps(transformers.Trainer):
         skipped = f", with {self.num_skipped_steps:,} steps skipped before" if self.num_skipped_steps else ""
         raise NonFiniteError(
             f"{where}: training stopped{skipped}. The optimizer has not used it: the weights are those of step "
-            f"{step - 1:,}. {ADVICE}",
+            f"{step - 1:,}. {ADVICE}. To train past such steps, set max_skipped_steps",
             step=step,
             examples=examples,
         )
+
+    def note_weights(self) -> None:
+        """Remember which weights are not finite before training: a bias of -inf on unused tokens, for example."""
+        if self.max_skipped_steps is not None:
+            self._infinite_from_the_start = set(nonfinite_names(self._trained()))
+
+    def _trained(self) -> Iterable[tuple[str, Tensor]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def refuse_lost_weights(self) -> None:
         """Raise if the last update has made trained weights NaN or infinite."""
         if self.max_skipped_steps is None:
             return
-        trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
-        if lost := nonfinite_names(trained):
+        if lost := [name for name in nonfinite_names(self._trained()) if name not in self._infinite_from_the_start]:
             step, examples = self.state.global_step + 1, self._describe_examples()
             raise NonFiniteError(
                 f"the update in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}, made weights NaN "
@@ -123,7 +130,7 @@ class FiniteSteps(transformers.Trainer):
         """Return what the batches of the step hold, as a person finds it in the data set."""
         chosen = range(len(self._batches)) if only is None else [only]
         numbers: list[list[int]] = []
-        # A data set may have no numbers, or an order that cannot be had twice. The batches themselves are known always.
+        # A data set may have no indices, or an order that is not reproducible. The batches themselves are always known.
         with suppress(Exception):
             numbers = self._example_numbers()
         found: list[str] = []
@@ -173,16 +180,16 @@ class FiniteSteps(transformers.Trainer):
 
 def nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors that hold a NaN or an infinity. Reads each once; waits once for each device."""
-    peaks: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            # The largest magnitude: no copy of the tensor, and unlike a sum it cannot overflow.
-            peak = torch.linalg.vector_norm(tensor.detach(), float("inf")).double()
-            peaks.setdefault(tensor.device, []).append((name, peak))
+            groups.setdefault((tensor.device, tensor.dtype), []).append((name, tensor.detach()))
     lost: list[str] = []
-    for found in peaks.values():
-        is_finite = torch.stack([peak for _, peak in found]).isfinite().tolist()
-        lost += [name for (name, _), finite in zip(found, is_finite, strict=True) if not finite]
+    for group in groups.values():
+        # The largest magnitudes: no copies of the tensors, and unlike a sum they cannot overflow.
+        peaks = torch._foreach_norm([tensor for _, tensor in group], float("inf"))
+        is_finite = torch.stack(peaks).isfinite().tolist()
+        lost += [name for (name, _), finite in zip(group, is_finite, strict=True) if not finite]
     return lost
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 try:
     import fcntl
@@ -13,6 +16,8 @@ except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
+ORPHANS_S = 30.0
+"""How long to wait for a lock whose owner is gone. PyTorch's data loader workers look for their parent every 5 s."""
 
 
 @contextmanager
@@ -46,6 +51,7 @@ def _taken(path: Path) -> int | None:
     """The open lock file, or None where there can be no lock. Raises where another process has it."""
     if fcntl is None:
         return None
+    give_up_at = time.monotonic() + ORPHANS_S
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -61,6 +67,10 @@ def _taken(path: Path) -> int | None:
         except BlockingIOError:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace")
             os.close(descriptor)
+            # Workers that a killed run has forked hold its lock until they notice that it is gone.
+            if owner.isdigit() and not psutil.pid_exists(int(owner)) and time.monotonic() < give_up_at:
+                time.sleep(0.1)
+                continue
             who = f" (process {owner})" if owner.isdigit() else ""
             raise ValueError(
                 f"another run{who} writes to {path.parent}: wait until it ends, or name another output_dir"

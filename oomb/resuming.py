@@ -50,8 +50,12 @@ class AtomicCheckpoints(FiniteSteps):
         self._newest: Path | None = None
         """The checkpoint that was last written, resumed from or loaded."""
         self._saved_step: int | None = None
+        self._resumed: Path | None = None
+        """The checkpoint that was resumed from."""
         self._rest: dict[str, Any] = {}
-        """Of the checkpoint that was resumed from."""
+        """Its part that is ours."""
+        self._has_saved = False
+        """Whether this call of `train` has written a checkpoint."""
         self._data_seed: int | None = None
         self.is_stepping = False
         """From the beginning of an optimizer's step until all that belongs to it is on record."""
@@ -73,8 +77,7 @@ class AtomicCheckpoints(FiniteSteps):
             return super().train(None if folder is None else str(folder), *positional, **options)
 
     def _folder_to_resume(self, output_dir: Path, resume_from_checkpoint: str | Path | bool | None) -> Path | None:
-        """Return the checkpoint to start from, verified. Those of later steps belong to a run that is given up, and are
-        set aside: they would be taken for the newest of this one."""
+        """Return the checkpoint to start from, verified."""
         if self.args.should_save:
             checkpoints.clean(output_dir)
         folder: Path | None = None
@@ -88,8 +91,6 @@ class AtomicCheckpoints(FiniteSteps):
         elif resume_from_checkpoint:
             folder = Path(resume_from_checkpoint)
             checkpoints.check(folder)
-        if self.args.should_save:
-            checkpoints.set_aside(output_dir, folder)
         if folder is not None and not (folder / "optimizer.pt").is_file():
             warnings.warn(
                 f"{folder} holds weights alone (save_only_model=True): the optimizer, the schedule and the random "
@@ -97,6 +98,7 @@ class AtomicCheckpoints(FiniteSteps):
                 stacklevel=3,
             )
         self._step_end, self._newest, self._saved_step, self.is_stepping = None, folder, None, False
+        self._resumed, self._has_saved = folder, False
         rest = None if folder is None else folder / REST
         self._rest = json.loads(rest.read_text()) if rest is not None and rest.is_file() else {}
         self.num_skipped_steps = self._rest.get("num_skipped_steps", 0)
@@ -121,6 +123,9 @@ class AtomicCheckpoints(FiniteSteps):
         """Raises `NotSaved`."""
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"checkpoint-{self.state.global_step}"
+        if not self._has_saved:
+            # Not before: a run that never saves has nothing to put in their place.
+            checkpoints.set_aside(run_dir, self._resumed, self._to_keep(folder) - {folder})
         keep_free_bytes = self._still_to_keep_free(run_dir, folder)
         with checkpoints.written(folder, self._checkpoint_bytes(), keep_free_bytes=keep_free_bytes) as partial:
             self._staging = partial.parent
@@ -134,7 +139,7 @@ class AtomicCheckpoints(FiniteSteps):
             rest = {"data_seed": self._data_seed, "last_logged_step": self._globalstep_last_logged}
             rest["num_skipped_steps"] = self.num_skipped_steps
             (partial / REST).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
-        self._newest, self._saved_step = folder, self.state.global_step
+        self._newest, self._saved_step, self._has_saved = folder, self.state.global_step, True
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         checkpoints.rotate(run_dir, self.args.save_total_limit, self._to_keep(folder))
@@ -222,12 +227,14 @@ class AtomicCheckpoints(FiniteSteps):
         """As of transformers, but the best checkpoint is the one beside that which is resumed: its recorded path is
         absolute, and wrong or somebody else's once a run has been moved or copied."""
         result = super()._init_training_state(max_steps, *positional, **options)
-        state = self._newest / checkpoints.STATE if self._newest is not None else None
-        recorded = json.loads(state.read_text()).get("best_model_checkpoint") if state is not None else None
-        if self._newest is None or recorded is None:
+        state = self._resumed / checkpoints.STATE if self._resumed is not None else None
+        if self._resumed is None or state is None or not state.is_file():
             return result
-        here = self._newest.parent / Path(recorded).name
-        found = next((path for path in (here, Path(recorded)) if path.is_dir()), None)
+        told = json.loads(state.read_text())
+        if (recorded := told.get("best_model_checkpoint")) is None:
+            return result
+        here = self._resumed.parent / Path(recorded).name
+        found = next((path for path in (here, Path(recorded)) if _is_earlier_in(path, told)), None)
         self.state.best_model_checkpoint = None if found is None else str(found)
         if found is None:
             score = f" ({self.args.metric_for_best_model} {self.state.best_metric})" if self.state.best_metric else ""
@@ -241,9 +248,14 @@ class AtomicCheckpoints(FiniteSteps):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        checkpoints.check(best)
-        with self._reading(best):
-            super()._load_best_model()
+        try:
+            # The optimizer's states are not loaded, and no byte of them is worth a run that has come to its end.
+            checkpoints.check(best, only=lambda name: name.endswith((".safetensors", ".bin", ".json")))
+        except checkpoints.BrokenCheckpoint as error:
+            warnings.warn(f"{error}. The model keeps the weights of the last step", stacklevel=2)
+            self.state.best_model_checkpoint = None
+            return
+        super()._load_best_model()
         # The optimizer's states are those of the last step: together they are no step's.
         self._step_end, self._newest = None, best
 
@@ -264,8 +276,8 @@ class AtomicCheckpoints(FiniteSteps):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with self._reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            if checkpoint is not None:
-                _refuse_other_shapes(self.optimizer)
+        if checkpoint is not None:
+            _refuse_other_shapes(self.optimizer, Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._reading(checkpoint):
@@ -273,15 +285,16 @@ class AtomicCheckpoints(FiniteSteps):
 
     @contextmanager
     def _reading(self, folder: Path | str | None) -> Iterator[None]:
-        """Whatever a reader of its files says of a damaged or foreign one, in one message that names the remedy."""
+        """Where a file of a checkpoint cannot be read, say which and what to resume from instead."""
         try:
             yield
         except Exception as error:
-            if folder is None or isinstance(error, checkpoints.BrokenCheckpoint | MemoryError | torch.OutOfMemoryError):
+            file = None if folder is None else _unreadable(Path(folder))
+            if file is None:
+                error.add_note(f"while reading {folder}: does it belong to this model, adapters and arguments?")
                 raise
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise checkpoints.BrokenCheckpoint(
-                f"{_unreadable(Path(folder))} ({reason}); {checkpoints.instead_of(Path(folder))}"
+                f"{folder} is damaged: {file}; {checkpoints.instead_of(Path(str(folder)))}"
             ) from error
 
     def _resume_logging(self) -> None:
@@ -338,6 +351,7 @@ class _Steps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer._resume_logging()
+        self.trainer.note_weights()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -350,31 +364,41 @@ class _Steps(TrainerCallback):
         self.trainer.refuse_lost_weights()
 
 
-def _unreadable(folder: Path) -> str:
-    """Return which file of a checkpoint is to blame when reading it failed."""
+def _is_earlier_in(folder: Path, told: dict[str, Any]) -> bool:
+    """Return whether a checkpoint is an earlier one of the run whose trainer state this is."""
+    try:
+        history = json.loads((folder / checkpoints.STATE).read_text())["log_history"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return history == told["log_history"][: len(history)]
+
+
+def _unreadable(folder: Path) -> str | None:
+    """Return which file of a checkpoint is damaged, and how, where one is."""
     for path in sorted(folder.glob("*.pt*")):
         # torch.save writes an archive with a checksum for each of its parts.
         try:
             with zipfile.ZipFile(path) as archive:
                 part = archive.testzip()
         except (zipfile.BadZipFile, OSError, EOFError) as error:
-            return f"{folder} is damaged: {path.name} cannot be read: {error}"
+            return f"{path.name} cannot be read ({error})"
         if part is not None:
-            return f"{folder} is damaged: {path.name} cannot be read: the checksum of {part} differs"
-    broken = what_is_broken(folder)
-    if broken is not None:
-        return f"{folder} is damaged: {broken}"
-    return f"{folder} is damaged, or belongs to another model or other arguments"
+            return f"{path.name} cannot be read (the checksum of {part} differs)"
+    return what_is_broken(folder)
 
 
-def _refuse_other_shapes(optimizer: Any) -> None:
-    """Raise if a loaded moment is not of its parameter's shape: torch would only notice in a step, or broadcast it."""
-    for parameter, state in optimizer.state.items():
+def _refuse_other_shapes(optimizer: Any, folder: Path) -> None:
+    """Raise if a loaded moment is not of its parameter's shape. torch loads it, and its step may then crash."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    if type(plain) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return  # others may keep projections of a smaller shape
+    for parameter, state in plain.state.items():
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
-            moment = state.get(name) if isinstance(state, dict) else None
+            moment = state.get(name)
             if isinstance(moment, Tensor) and moment.shape != parameter.shape:
-                raise ValueError(
-                    f"{name} in optimizer.pt has shape {tuple(moment.shape)}, its parameter {tuple(parameter.shape)}"
+                raise checkpoints.BrokenCheckpoint(
+                    f"{folder} is damaged or belongs to another model: {name} in optimizer.pt has shape "
+                    f"{tuple(moment.shape)}, its parameter {tuple(parameter.shape)}; {checkpoints.instead_of(folder)}"
                 )
 
 

@@ -150,8 +150,7 @@ def test_a_run_without_a_model_yet_is_not_overwritten_but_resumed(here: Path) ->
     # Its folder is the run's, its metrics are added to the run's.
     assert invoke(*run[:-2], "--resume_from_checkpoint", "out/checkpoint-2").exit_code == 0
     assert [event["step"] for event in records(here / "out") if event["event"] == "step"] == [1, 2, 3, 3]
-    # What the first run wrote after step 2 is no longer among its checkpoints.
-    finished = invoke(*run, "--resume_from_checkpoint", "out/replaced-1/checkpoint-3")
+    finished = invoke(*run, "--resume_from_checkpoint", "out/checkpoint-3")
     assert finished.exit_code == 2
     assert "at step 3 and --max_steps is 3: there is nothing left to train" in finished.output
     for folder in (here / "out").glob("checkpoint-*"):

@@ -16,8 +16,9 @@ from bit_flips import flip, flipped, num_undetected
 from command import TOY_RUN, invoke
 from small_tokenizer import small_tokenizer
 from test_checkpoints import names, train, trainer_in, write
-from trainings import quick_collection
+from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
 
+import oomb
 from oomb import checkpoints, data, presets
 from oomb.train import outputs
 
@@ -92,6 +93,82 @@ def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
     assert isinstance(error, checkpoints.BrokenCheckpoint), repr(error)
     assert "exp_avg in optimizer.pt has shape (61, 31), its parameter (61, 32)" in str(error)
     assert "checkpoint-3 instead" in str(error)
+
+
+def test_a_checkpoint_of_other_adapters_is_not_called_damaged(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def trainer(rank: int, folder: Path) -> Any:
+        model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+        options = {"save_strategy": "steps", "save_steps": 1}
+        return oomb.Trainer(model, arguments(folder, **options), train_dataset=Samples(8, 33), engine_config=CHUNKED)
+
+    trainer(4, tmp_path).train()
+    error = resume_error(trainer(8, tmp_path / "resumed"), tmp_path / "checkpoint-4")
+    assert isinstance(error, RuntimeError) and "damaged" not in str(error), repr(error)
+    assert "size mismatch" in str(error)
+    assert any("does it belong to this model, adapters and arguments?" in note for note in error.__notes__)
+
+
+class LowRank(torch.optim.Optimizer):
+    """As GaLore does: one moment of a projection, which is smaller than its parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("exp_avg", p.new_zeros(1)).add_(p.grad.mean())
+                    p.sub_(self.state[p]["exp_avg"], alpha=group["lr"])
+
+
+def test_moments_of_other_optimizers_have_shapes_of_their_own(tmp_path: Path) -> None:
+    def trainer(folder: Path, steps: int) -> Any:
+        model = tiny_model()
+        options = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
+        return oomb.Trainer(
+            model,
+            arguments(folder, **options),
+            train_dataset=Samples(8, 33),
+            engine_config=CHUNKED,
+            optimizers=(LowRank(model.parameters()), None),
+        )
+
+    trainer(tmp_path, 2).train()
+    assert resume_error(trainer(tmp_path / "resumed", 3), tmp_path / "checkpoint-2") is None
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
+def test_a_damaged_best_checkpoint_costs_no_finished_run(tmp_path: Path, name: str) -> None:
+    """Only its weights are loaded. Where these are damaged, those of the last step are still there."""
+    from test_moved_runs import BEST, Scores
+
+    class Damaging(Scores):
+        def _load_best_model(self) -> None:
+            flip(tmp_path / "checkpoint-2" / name, 80_001)
+            super()._load_best_model()
+
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_total_limit": 1, **BEST}
+    samples = Samples(8, 20)
+    trainer = Damaging(
+        tiny_model(num_hidden_layers=1),
+        arguments(tmp_path, **options),
+        train_dataset=samples,
+        eval_dataset=samples,
+        engine_config=CHUNKED,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(one.message) for one in caught if "keeps the weights of the last step" in str(one.message)]
+    if name == "optimizer.pt":
+        assert not said and names(tmp_path) == {"checkpoint-2"}
+    else:
+        assert "model.safetensors is not what was written" in said[0]
+        assert names(tmp_path) == {"checkpoint-2", "checkpoint-4"}
 
 
 def test_oomb_train_names_the_older_checkpoint(places: Path) -> None:

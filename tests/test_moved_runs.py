@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,7 +18,7 @@ from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tin
 from transformers import TrainerCallback
 
 import oomb
-from oomb import checkpoints
+from oomb import checkpoints, lock
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 TOY = [*TOY_RUN, "--max_steps", "4"]
@@ -173,7 +175,7 @@ def test_an_overwritten_run_is_not_gone_on_with(places: Path, flags: list[str], 
     invoke("train", *TOY, "--seed", "7", "--max_steps", "6", "--output_dir", "whole")
     assert Path("out/model/model.safetensors").read_bytes() == Path("whole/model/model.safetensors").read_bytes()
     # Nothing that was asked to be kept is lost.
-    assert [checkpoints.step_of(path) for path in checkpoints.find(Path("out/replaced-1"))] == [1, 2, 3, 4, 5, 6]
+    assert [checkpoints.step_of(path) for path in checkpoints.find(Path("out/_replaced-1"))] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_trainer_that_starts_again_does_not_resume_the_run_before(tmp_path: Path) -> None:
@@ -197,6 +199,91 @@ def test_going_back_to_an_earlier_checkpoint_gives_up_the_later_ones(tmp_path: P
     assert checkpoints.latest(tmp_path) == tmp_path / "checkpoint-2"
 
 
+def test_a_run_that_saves_nothing_moves_nothing(tmp_path: Path) -> None:
+    trainer_in(tmp_path, 3).train()
+    trainer_in(tmp_path, 2, save_strategy="no").train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer_in(tmp_path, 4, callbacks=[Crash(0)]).train()
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
+def test_the_best_checkpoint_stays_when_a_run_goes_back_and_forth(tmp_path: Path) -> None:
+    trainer_in(tmp_path, 3, **BEST).train()
+    trainer_in(tmp_path, 3, **BEST, seed=9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3", "_replaced-1"}
+    forth = trainer_in(tmp_path, 4, **BEST)
+    forth.train(resume_from_checkpoint=str(tmp_path / "_replaced-1" / "checkpoint-3"))
+    assert Path(forth.state.best_model_checkpoint) == tmp_path / "checkpoint-2"
+    assert forth.state.best_metric == 1.0
+
+
+def test_the_best_checkpoint_of_another_run_is_not_ones_own(tmp_path: Path) -> None:
+    """A checkpoint was copied beside those of another run, one of which has the name of its best."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    trainer_in(own, 4, **BEST).train()
+    trainer_in(other, 3, **BEST, learning_rate=1e-4).train()
+    shutil.copytree(own / "checkpoint-4", other / "checkpoint-4")
+    trainer = trainer_in(other, 5, **BEST)
+    trainer.train(resume_from_checkpoint=str(other / "checkpoint-4"))
+    assert trainer.state.best_model_checkpoint == str(own / "checkpoint-2")
+
+
+def test_a_checkpoint_that_is_a_link_is_resumed_and_kept(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "store"
+    trainer_in(run, 3).train()
+    store.mkdir()
+    for step in (2, 3):
+        (run / f"checkpoint-{step}").rename(store / f"checkpoint-{step}")
+        (run / f"checkpoint-{step}").symlink_to(Path("..") / "store" / f"checkpoint-{step}")
+    trainer_in(run, 4).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert (run / "checkpoint-2").is_symlink() and (run / "_replaced-1" / "checkpoint-3").is_symlink()
+    checkpoints.check(run / "_replaced-1" / "checkpoint-3")
+    trainer_in(run, 5, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert names(store) == {"checkpoint-2", "checkpoint-3"}
+
+
+def test_settings_that_were_edited_mean_what_they_say(places: Path) -> None:
+    assert invoke("train", *TOY).exit_code == 0
+    config = Path("out/config.yaml")
+    config.write_text(config.read_text().replace(str(places / "work" / "out"), str(places / "work" / "other")))
+    before = contents(Path("out"))
+    done = invoke("train", "out/config.yaml", "--overwrite_output_dir")
+    assert done.exit_code == 0, done.output
+    assert contents(Path("out")) == before and "model" in names(Path("other"))
+
+
+@pytest.mark.timing
+def test_a_lock_that_a_killed_run_has_left_to_its_workers_is_waited_for(tmp_path: Path) -> None:
+    """A fork holds it on, as data loader workers do until they look for their parent."""
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from oomb import lock\n"
+        "with lock.locked(Path(sys.argv[1])):\n"
+        "    if os.fork() == 0:\n"
+        "        sys.stdin.read()\n"
+        "        time.sleep(1)\n"
+        "        os._exit(0)\n"
+        "    print('locked', flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    process.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock, "ORPHANS_S", 0.0)
+        with pytest.raises(ValueError, match="another run"), lock.locked(tmp_path):
+            pass
+        patch.setattr(lock, "ORPHANS_S", 900.0)
+        process.stdin.close()
+        with lock.locked(tmp_path):
+            pass
+
+
+@pytest.mark.timing
 def test_two_trainers_on_one_folder_are_refused(tmp_path: Path) -> None:
     inside, go_on = threading.Event(), threading.Event()
 

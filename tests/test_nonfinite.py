@@ -15,7 +15,7 @@ import torch
 from command import TOY_RUN, invoke
 from small_tokenizer import small_tokenizer
 from torch import Tensor
-from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
+from trainings import CHUNKED, VOCAB, Samples, arguments, quick_collection, tiny_model
 
 import oomb
 from oomb import checkpoints
@@ -116,8 +116,19 @@ def test_weights_that_an_update_destroys_are_not_saved(tmp_path: Path) -> None:
     error = trained(trainer)
     assert not is_finite(model.state_dict()), "the update did not do what this test needs"
     assert_checkpoints_finite(tmp_path, [])
-    assert isinstance(error, oomb.NonFiniteError) and error.weights_lost
+    assert isinstance(error, oomb.NonFiniteError) and error.weights_lost and "max_skipped_steps" not in str(error)
     assert trainer.is_stepping, "and such a step cannot be saved later"
+
+
+def test_weights_that_were_infinite_before_are_no_reason_to_stop(tmp_path: Path) -> None:
+    """A bias of -inf keeps unused tokens from being predicted."""
+    model = tiny_model("phi", num_hidden_layers=1)
+    with torch.no_grad():
+        model.lm_head.bias[VOCAB - 1] = -math.inf
+    samples = Samples(NUM_STEPS, 33, padded=False)
+    for sample in samples.samples:
+        sample["labels"][sample["labels"] == VOCAB - 1] = -100
+    assert trained(trainer_on(samples, tmp_path, model)) is None
 
 
 def test_the_examples_of_the_step_are_named(tmp_path: Path) -> None:
@@ -194,7 +205,7 @@ def test_oomb_train_ends_with_an_error_and_saves_no_nan(places: Path, report: bo
     [error] = [event["error"] for event in events if event["event"] == "error"]
     # The text is one file, whose examples are pieces of it.
     assert re.search(r"in step \d of 8, on example \d+ \(.*text\.txt, tokens [\d,]+ to [\d,]+ of the data\)", error)
-    assert "error: " in done.output and "max_skipped_steps" in done.output
+    assert "error: " in done.output and "Lower the learning rate" in done.output
     reported = invoke("report", "out")
     assert reported.exit_code == 0, reported.output
     assert "An error ended training" in Path("out/report.html").read_text()

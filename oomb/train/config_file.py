@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,22 @@ class FileSettings:
     def moved_to(self) -> Path | None:
         """The folder of the run that these settings belong to, where they name another: it was moved or copied."""
         named, folder = self.values.get("output_dir"), self.path.parent
-        if self.path.name != CONFIG or named is None or not (folder / METRICS).is_file():
+        if self.path.name != CONFIG or named is None or Path(named).expanduser().resolve() == folder.resolve():
             return None
-        return None if Path(named).expanduser().resolve() == folder.resolve() else folder.absolute()
+        # A file that was edited to name another folder means it.
+        return folder.absolute() if named == _wrote_to(folder) else None
 
     def where(self, key: str) -> str:
         return f"{self.path}, line {self.lines[key]}"
+
+
+def _wrote_to(folder: Path) -> str | None:
+    """Return the folder that a run says it wrote to when it last started, by its metrics."""
+    try:
+        starts = [line for line in (folder / METRICS).read_text().splitlines() if line.startswith('{"event": "start"')]
+        return json.loads(starts[-1]).get("output_dir")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def read(path: Path) -> FileSettings:

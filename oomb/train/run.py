@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from contextlib import suppress
@@ -111,8 +112,9 @@ def _run(
     if resume is None and outputs.is_broken_off(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
-    # Before the settings of this run replace those of the run that wrote them.
-    checkpoints.set_aside(output_dir, None if resume is None else Path(resume))
+    if resume is None:
+        # Before the settings of this run replace those of the run that wrote them.
+        checkpoints.set_aside(output_dir, None)
     config_text = config_file.write(outputs.portable(told))
     (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
     meter = MemoryMeter(device)
@@ -131,6 +133,7 @@ def _run(
                     settings=asdict(settings),
                     engine=asdict(config),
                     machine=machine(),
+                    output_dir=os.path.abspath(output_dir),
                     budget={"gpu_bytes": placement.gpu_bytes, "host_bytes": host_limit},
                 )
                 display.print(_describe(told, model, split, trainer, device, config, placement, precision))
