@@ -44,7 +44,8 @@ def test_what_chosen_pages_take_is_what_is_planned(family: str, dtype: str, gpu_
     settings |= {"kv_dtype": dtype, "grad_dtype": dtype}
     engine = oomb.Engine(model, Config(**settings))
     placement = engine.reserve(2, 120)
-    sequence = Sequence(engine, Batch(ids=random_ids(2, 120), targets=random_ids(2, 120)), trains=True)
+    batch = Batch(ids=random_ids(2, 120), targets=random_ids(2, 120))
+    sequence = Sequence(engine, batch, trains=True, state=engine.model.state())
     sequence.open()
     try:
         assert sequence.store is not None and sequence.store.chosen is not None
