@@ -122,7 +122,7 @@ class Budget:
         A batch of the same kind as one before is placed as that was: memory stays as it is from step to step. Beside
         others that hold pages, it is placed by what they have left.
         """
-        shapes = self._layer_shapes()
+        shapes = self.layer_shapes()
         key = wanted.batch_size, wanted.length, wanted.trains, wanted.is_only, self._autocast, tuple(shapes.values())
         layers = {layer: _layer_spec(shape, wanted.batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
@@ -177,12 +177,21 @@ class Budget:
         kind = self.model.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def _layer_shapes(self) -> dict[int, LayerShape]:
-        """The shape of every layer's attention. Looked at once for each precision that the model runs in."""
-        key = self.model.device, self.model.dtype, self._autocast
-        if key not in self._shapes:
-            self._shapes[key] = self.model.layer_shapes()
-        return self._shapes[key]
+    @property
+    def _precision(self) -> tuple[Any, ...]:
+        return self.model.device, self.model.dtype, self._autocast
+
+    @property
+    def knows_layer_shapes(self) -> bool:
+        """Whether the model has run in this precision already."""
+        return self._precision in self._shapes
+
+    def layer_shapes(self) -> dict[int, LayerShape]:
+        """Return the shape of every layer's attention. Looked at once for each precision that the model runs in. Must
+        be called while the model is running."""
+        if not self.knows_layer_shapes:
+            self._shapes[self._precision] = self.model.layer_shapes()
+        return self._shapes[self._precision]
 
     def _place(self, shapes: dict[int, LayerShape], wanted: Wanted) -> Placement:
         """What of a batch is kept and where, by the memory there is now."""

@@ -180,7 +180,7 @@ def _numbered_starts(mask: Tensor, ends: Sequence[int]) -> list[list[int]]:
         numbers = row[starts].tolist()
         if len(set(numbers)) < len(numbers):
             raise ValueError(
-                f"row {index} of attention_mask numbers its documents {numbers}: a number comes back after another; "
+                f"row {index} of attention_mask numbers its documents {numbers}: a number is reused after another one; "
                 "give each document, from its first token to its last, a number of its own"
             )
         found.append(starts)

@@ -168,6 +168,9 @@ class Engine:
         """[B, T] of each batch: log-probability of every position's target. Their backward is the gradient pass."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
         with one_at_a_time:
+            if not self.budget.knows_layer_shapes:
+                # First of all: bitsandbytes' layers give their bias another dtype in their first forward.
+                Sequence(self, given.batches[0], trains, self.model.state()).look_at_layers()
             # A pass in another thread may have changed training modes for its own time. Weights are summed up once for
             # all sequences.
             state = self.model.state(with_sums=trains)
@@ -243,6 +246,11 @@ class Sequence:
         """Output and lse of attention of the current chunk, by layer, where a layer will ask for them again."""
         self.last_hidden: Tensor | None = None
         self.is_walked = False
+
+    def look_at_layers(self) -> None:
+        """Send one token through the model, which shows the shapes of its layers."""
+        with self._running(), self._random_numbers_untouched():
+            self.engine.budget.layer_shapes()
 
     def open(self) -> Placement:
         """Decides what is kept and where, and takes the memory for it: all of it or none."""

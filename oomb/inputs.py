@@ -47,7 +47,7 @@ class Batch:
             raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
         check_length(ids.shape[1], num_positions)
         _check_range("input_ids", ids, ids, vocab_size)
-        _refuse_placeholders(ids, placeholders)
+        text = ids
         targets = ids if labels is None else _whole_numbers("labels", labels)
         if targets.shape != ids.shape:
             raise ValueError(
@@ -61,10 +61,11 @@ class Batch:
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
             for row in (mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero().flatten().tolist():
                 raise ValueError(_left_padding_text(row) if not mask[row, 0] else _gap_text(row, mask[row]))
-            targets = targets.masked_fill(~mask, IGNORED)
+            targets, text = (x.masked_fill(~mask, IGNORED) for x in (targets, ids))
         elif pad_token_id is not None and ids.shape[1] > 1:
             for row in ((ids[:, 0] == pad_token_id) & (ids[:, -1] != pad_token_id)).nonzero().flatten().tolist():
                 raise ValueError(_left_padding_text(row) + "; if this is text, pass an attention_mask of ones")
+        _refuse_placeholders(text, placeholders)
         return cls(ids=ids, targets=shifted(targets))
 
     @property

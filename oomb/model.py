@@ -223,8 +223,8 @@ class CausalLM:
         `state` is the model's at the start of the sequence, which both of its passes must see; `with_sums` compares
         the numbers in its weights as well."""
         with one_at_a_time, ExitStack() as undo:
-            now = ModelState.of(self.lm, with_sums=with_sums)
-            state.refuse_changes(now)
+            now = self.state()
+            state.refuse_changes(now, with_sums=with_sums)
             # First of all: whoever calls the model from here on must not see what follows.
             for module in self._parts():
                 _route(undo, module, _gate(module, vars(module).get(CALL) or module._call_impl))

@@ -30,7 +30,8 @@ MARGIN = 4
 last column the echo would begin a new line, and the next frame would be drawn one line too low."""
 LEVELS, BAR = "▁▂▃▄▅▆▇█", ("━", "─")
 PLAIN_INTERVAL_S = 30.0
-"""Between two plain lines, where the output is no terminal."""
+"""Between two plain lines, where the output is no terminal. Steps of a million tokens take minutes, and silence looks
+like a crash."""
 PLAIN_LEVELS, PLAIN_BAR = "_.-=*#", ("#", "-")
 """For terminals that do not speak Unicode."""
 
@@ -233,12 +234,7 @@ class LivePanel(Live):
 
 @contextmanager
 def bytes_bar(
-    console: Console,
-    doing: str,
-    done_so_far: str,
-    *,
-    interval_s: float = PLAIN_INTERVAL_S,
-    transient: bool = False,
+    console: Console, doing: str, done_so_far: str, *, transient: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that takes the bytes done and the total. It draws a bar on a terminal; elsewhere it prints a
     line now and then. Nothing is shown before the first call. A `transient` bar goes away at the end."""
@@ -247,7 +243,7 @@ def bytes_bar(
 
         def line(done: int, total: int) -> None:
             nonlocal last
-            if time.monotonic() - last > interval_s:
+            if time.monotonic() - last > PLAIN_INTERVAL_S:
                 last = time.monotonic()
                 share = done / max(total, 1)
                 console.print(f"{done_so_far} {share:.0%} of {total / 2**20:,.0f} MiB", highlight=False)

@@ -23,10 +23,7 @@ from oomb.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.interrupts import Interrupts
 from oomb.memory import GPU, HOST
 from oomb.metrics import JsonLines, MemoryMeter, gib, seconds
-from oomb.panel import LivePanel, View
-
-# Between two plain lines within one step: a step of a million tokens takes minutes, and silence looks like a crash.
-PLAIN_INTERVAL_S = 30.0
+from oomb.panel import PLAIN_INTERVAL_S, LivePanel, View
 
 # Of a step's time, about: the gradient pass computes every chunk again and then its backward, twice the work of that.
 FILL_SHARE = 0.25

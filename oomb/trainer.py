@@ -31,7 +31,7 @@ OWN_LOSS = "Build the loss in compute_loss from self.engine.loss or self.engine.
 
 
 class Trainer(AtomicCheckpoints):
-    """Use it as `transformers.Trainer`; `engine_config`, `optimizer` and `max_skipped_steps` are the arguments more.
+    """Use it as `transformers.Trainer`; `engine_config`, `optimizer` and `max_skipped_steps` are additional arguments.
 
     Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
     Where `compute_metrics` is given, its `predictions` are therefore per-token log-probabilities [B, T]
@@ -117,13 +117,12 @@ class Trainer(AtomicCheckpoints):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        inputs = with_labels(inputs)
         _refuse_inputs(inputs)
         # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
         with self.accelerator.autocast():
             loss = self.engine.loss(
                 inputs["input_ids"],
-                inputs["labels"],
+                inputs.get("labels"),
                 num_items=num_items_in_batch,
                 **layout_of(inputs),
             )
@@ -213,16 +212,17 @@ def layout_of(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The batch with labels: its own, or its `input_ids` less the padding. Those of documents' first tokens are -100
-    where the mask numbers documents: nothing predicts them, and transformers would count them."""
+    """Return the batch with labels: its own, or its `input_ids` less the padding. Those of documents' first tokens are
+    -100 where the mask numbers documents: nothing predicts them, and transformers would count them. Does not wait for
+    the device."""
     if "input_ids" not in inputs:
         return inputs
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     if labels is None:
         labels = inputs["input_ids"] if mask is None else inputs["input_ids"].masked_fill(mask == 0, IGNORED)
-    if mask is not None and mask.shape == labels.shape and (mask > 1).any():
-        labels = labels.clone()
-        labels[:, 1:][mask[:, 1:] != mask[:, :-1]] = IGNORED
+    if mask is not None and mask.shape == labels.shape:
+        is_first = (mask[..., 1:] != mask[..., :-1]) & (mask > 1).any()
+        labels = torch.cat([labels[..., :1], labels[..., 1:].masked_fill(is_first, IGNORED)], dim=-1)
     return {**inputs, "labels": labels}
 
 

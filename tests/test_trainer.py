@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.profiler import profile
 from trainings import CHUNKED, VOCAB, Samples, arguments, logged, quick_collection, tiny_model
 from transformers import (
     AutoConfig,
@@ -22,6 +23,7 @@ from transformers import (
 
 import oomb
 from oomb import budget
+from oomb import trainer as trainer_module
 from oomb.model import is_checkpointing, switch_checkpointing
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
@@ -280,6 +282,31 @@ def test_documents_in_one_row_are_told_apart_by_numbers_in_the_mask(tmp_path: Pa
     for labels in ({}, {"labels": ids.masked_fill(mask == 0, -100)}):
         _, count = trainer.get_batch_samples(iter([{**batch, **labels}]), 1, torch.device("cpu"))
         assert int(count) == 41, "first tokens, which nothing predicts, would take part in the mean"
+
+
+def test_labels_are_made_once_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_made, with_labels = 0, trainer_module.with_labels
+
+    def counted(inputs: dict[str, Any]) -> dict[str, Any]:
+        nonlocal num_made
+        num_made += 1
+        return with_labels(inputs)
+
+    monkeypatch.setattr(trainer_module, "with_labels", counted)
+    options = arguments(tmp_path, per_device_train_batch_size=2, max_steps=2, num_train_epochs=1)
+    oomb.Trainer(tiny_model(), options, train_dataset=Samples(8, 20, labels=False), engine_config=CHUNKED).train()
+    assert num_made == 2
+
+
+@pytest.mark.parametrize("largest", [1, 2])
+def test_making_labels_does_not_wait_for_the_device(largest: int) -> None:
+    """Only whether the labels have to be changed depends on the numbers in the mask."""
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, largest, largest, largest, 0]])
+    with profile() as ran:
+        labels = trainer_module.with_labels({"input_ids": ids, "attention_mask": mask})["labels"]
+    assert "aten::_local_scalar_dense" not in [event.key for event in ran.key_averages()]
+    expected = torch.tensor([[0, 1, 2, 3, 4, -100], [6, 7, 8 if largest == 1 else -100, 9, 10, -100]])
+    assert torch.equal(labels, expected)
 
 
 def test_an_unsupported_model_is_refused_before_any_data_is_read(tmp_path: Path) -> None:

@@ -76,6 +76,19 @@ def test_placeholders_without_their_pictures_are_refused(model_type: str) -> Non
             call(ids)
 
 
+@pytest.mark.parametrize("padding", [IMAGE, VIDEO])
+def test_placeholders_in_padding_are_not_looked_at(padding: int) -> None:
+    engine = engine_for(build_with_tower("qwen2_5_vl"))
+    ids, mask = random_ids(2, 12, high=IMAGE), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    expected = engine.loss(ids, attention_mask=mask)
+    ids[1, 8:] = padding
+    assert engine.loss(ids, attention_mask=mask) == expected
+    ids[0, 9] = padding
+    with pytest.raises(ValueError, match=r"at \[0, 9\], the placeholder .*, 1 times"):
+        engine.loss(ids, attention_mask=mask)
+
+
 def test_placeholders_of_videos_are_refused() -> None:
     ids = random_ids(1, 12, high=IMAGE)
     ids[0, 3] = VIDEO

@@ -20,9 +20,6 @@ from oomb.commands.shared import CommandOfSettings, one_clear_message, quiet
 from oomb.config import parse_bytes
 from oomb.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
 
-# Between two plain lines, where the output is no terminal.
-PLAIN_INTERVAL_S = 30.0
-
 
 def tokenize(
     dataset: Annotated[
@@ -141,4 +138,4 @@ def _shown(console: Console) -> AbstractContextManager[Callable[[int, int], None
     """A bar on a terminal, a line now and then elsewhere."""
     from oomb.panel import bytes_bar
 
-    return bytes_bar(console, "tokenising", "tokenised", interval_s=PLAIN_INTERVAL_S)
+    return bytes_bar(console, "tokenising", "tokenised")

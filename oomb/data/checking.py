@@ -1,4 +1,4 @@
-"""The files of a folder that `oomb tokenize` wrote, held against its manifest before anything is trained on them."""
+"""The files of a folder that `oomb tokenize` wrote, checked against its manifest before anything is trained on them."""
 
 from __future__ import annotations
 

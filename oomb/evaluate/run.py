@@ -26,16 +26,13 @@ from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, nee
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.samples import sample_text
 from oomb.metrics import machine
-from oomb.panel import bytes_bar
+from oomb.panel import PLAIN_INTERVAL_S, bytes_bar
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 PROMPT_SIZE = 64
 """Tokens of text that a sample goes on from."""
-
-PLAIN_INTERVAL_S = 30.0
-"""Between two lines of progress where there is no terminal."""
 
 
 @dataclass(kw_only=True)
