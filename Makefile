@@ -2,6 +2,7 @@
 #
 #   make demo     train a small model at a 16K-token context, a few minutes on two CPU cores
 #   make test     lint, types and tests
+#   make stress   the tests that use processes, signals, threads or terminals, 20 times, next to a load on every core
 #   make lint     lint and types alone
 #   make bench    time and memory beside standard training (a GPU is needed for the larger contexts)
 
@@ -12,12 +13,13 @@ TORCH ?= torch==2.13.0
 # The same of other packages. `make test CONSTRAINTS=` upgrades to the newest that the package accepts.
 CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 2
+REPEATS ?= 20
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
 # One of the two is there: which releases are installed.
 STAMP := $(VENV)/.oomb-setup$(if $(CONSTRAINTS),,-newest)
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test stress lint bench clean
 
 setup: $(STAMP)
 
@@ -44,6 +46,14 @@ lint: setup
 # One torch thread per worker: the workers share the cores already.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+stress: setup
+	@burners=; trap 'kill $$burners' EXIT; \
+	for core in $$(seq $$(nproc)); do (while :; do :; done) & burners="$$burners $$!"; done; \
+	for repeat in $$(seq $(REPEATS)); do \
+		echo "repeat $$repeat of $(REPEATS)"; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m timing $(PYTEST_ARGS) || exit 1; \
+	done
 
 bench: setup
 	$(BIN)/oomb bench $(BENCH_ARGS)
