@@ -125,7 +125,13 @@ class AtomicCheckpoints(FiniteSteps):
         folder = run_dir / f"checkpoint-{self.state.global_step}"
         if not self._has_saved:
             # Not before: a run that never saves has nothing to put in their place.
-            checkpoints.set_aside(run_dir, self._resumed, self._to_keep(folder) - {folder})
+            try:
+                checkpoints.set_aside(run_dir, self._resumed, self._to_keep(folder) - {folder})
+            except OSError as error:
+                raise checkpoints.NotSaved(
+                    f"{folder} was not written: checkpoints of an earlier run could not be moved out of its way "
+                    f"({error.strerror or error})"
+                ) from error
         keep_free_bytes = self._still_to_keep_free(run_dir, folder)
         with checkpoints.written(folder, self._checkpoint_bytes(), keep_free_bytes=keep_free_bytes) as partial:
             self._staging = partial.parent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -205,6 +207,24 @@ def test_a_run_that_saves_nothing_moves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer_in(tmp_path, 4, callbacks=[Crash(0)]).train()
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
+def test_checkpoints_that_cannot_be_moved_cost_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_in(tmp_path, 3).train()
+    mkdir, calls = Path.mkdir, 0
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        if self.name.startswith("_replaced"):
+            calls += 1
+            if calls == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.warns(UserWarning, match=r"could not be moved out of its way \(No space left.*TRAINING GOES ON"):
+        trainer_in(tmp_path, 2).train()
+    assert names(tmp_path) == {"checkpoint-2", "_replaced-1"}
 
 
 def test_the_best_checkpoint_stays_when_a_run_goes_back_and_forth(tmp_path: Path) -> None:
