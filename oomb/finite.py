@@ -36,7 +36,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class FiniteSteps(transformers.Trainer):
-    """A `transformers.Trainer` whose weights never see a NaN or an infinity.
+    """A `transformers.Trainer` that keeps NaN and infinity out of the weights.
 
     Training stops with `NonFiniteError` at the first step whose loss or gradient norm is not finite, after skipping up
     to `max_skipped_steps` of them. None: nothing is checked.

@@ -53,7 +53,7 @@ class AtomicCheckpoints(FiniteSteps):
         self._resumed: Path | None = None
         """The checkpoint that was resumed from."""
         self._rest: dict[str, Any] = {}
-        """Its part that is ours."""
+        """What `oomb_state.json` of that checkpoint holds."""
         self._has_saved = False
         """Whether this call of `train` has written a checkpoint."""
         self._data_seed: int | None = None
@@ -67,8 +67,8 @@ class AtomicCheckpoints(FiniteSteps):
         self.add_callback(_Steps(self))
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *positional: Any, **options: Any) -> Any:
-        """As of transformers. `True` resumes from the newest whole checkpoint in `output_dir`; a broken one that is
-        named is refused, by the name of the file that is at fault, before anything is loaded."""
+        """Train, as in transformers. `True` resumes from the newest whole checkpoint in `output_dir`. A damaged
+        checkpoint that is named is refused before anything is loaded; the error names the file."""
         output_dir = Path(self.args.output_dir)
         with ExitStack() as stack:
             if self.args.should_save and not self.holds_lock:
@@ -230,8 +230,8 @@ class AtomicCheckpoints(FiniteSteps):
             model.set_adapter(active)
 
     def _init_training_state(self, max_steps: int, *positional: Any, **options: Any) -> Any:
-        """As of transformers, but the best checkpoint is the one beside that which is resumed: its recorded path is
-        absolute, and wrong or somebody else's once a run has been moved or copied."""
+        """Initialize as transformers does, but look for the best checkpoint next to the resumed one. The recorded path
+        is absolute: after a move it is wrong, and after a copy it belongs to another run."""
         result = super()._init_training_state(max_steps, *positional, **options)
         state = self._resumed / checkpoints.STATE if self._resumed is not None else None
         if self._resumed is None or state is None or not state.is_file():
