@@ -34,9 +34,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomb import data, metrics
+from oomb import metrics
+from oomb.data.finding import STDLIB, find_documents
+from oomb.data.sources import SEED
 from oomb.options import parse_list, parse_tokens
-from oomb.report import Run, read_run
+from oomb.report.run import Run, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "finetune_smollm2"
@@ -74,7 +76,7 @@ def write_model(source: Path | None, gguf: Path | None, length: int, work: Path)
 
 def write_text(work: Path) -> dict[str, Any]:
     """Copies the standard library's source to `work`, as a repository to read from beginning to end."""
-    files, root = data.find_documents(data.STDLIB)
+    files, root = find_documents(STDLIB)
     files = [path for path in files if not NOT_SOURCE & set(path.relative_to(root).parts)]
     for path in files:
         copy = work / TEXT / path.relative_to(root)
@@ -99,7 +101,7 @@ def words_of(
     words += ["--page_budget", str(page_budget)] if page_budget else []
     words += ["--chunk_size", str(chunk_size), "--max_eval_samples", str(held_out)]
     words += ["--needle_lengths", needle_lengths, "--needle_haystacks", str(needle_haystacks)]
-    words += [] if seed == data.SEED else ["--seed", str(seed)]
+    words += [] if seed == SEED else ["--seed", str(seed)]
     words += [] if device == "auto" else ["--device", device]
     return [*words, "--output_dir", "run"]
 
@@ -221,7 +223,7 @@ def main(
     held_out: Annotated[int, typer.Option(help="Windows that are never trained on.")] = 2,
     needle_lengths: Annotated[str, typer.Option(help="Tokens of haystacks.")] = "4K,16K,64K,128K",
     needle_haystacks: Annotated[int, typer.Option(help="Texts of each length, with five questions each.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the order of windows, of needles and samples.")] = data.SEED,
+    seed: Annotated[int, typer.Option(help="Of the order of windows, of needles and samples.")] = SEED,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     picture_from: Annotated[Path | None, typer.Option(help="Only draw this page into the picture --out.")] = None,
 ) -> None:
@@ -241,7 +243,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         name, said = write_model(model, gguf, tokens, work)
-        said |= write_text(work) if dataset is None else described(dataset.name, data.find_documents(str(dataset))[0])
+        said |= write_text(work) if dataset is None else described(dataset.name, find_documents(str(dataset))[0])
         words = words_of(
             name, TEXT if dataset is None else str(dataset.resolve()), length=tokens, steps=steps,
             learning_rate=learning_rate, page_budget=page_budget, chunk_size=chunk_size, held_out=held_out,

@@ -29,8 +29,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb import data, metrics
+from oomb import metrics
 from oomb.config import Config
+from oomb.data.finding import STDLIB
+from oomb.data.opening import load
 from oomb.engine import Engine
 from oomb.options import parse_tokens
 
@@ -257,7 +259,7 @@ def go(
     begin = time.monotonic()
     model, tokenizer = smollm2.load(gguf, device, torch.float32)
     rope = smollm2.stretch_rope(model, length)
-    text = data.load(data.STDLIB, max_length=length, tokenizer=tokenizer, num_train=num_steps)
+    text = load(STDLIB, max_length=length, tokenizer=tokenizer, num_train=num_steps)
     settings: dict[str, Any] = {
         "model": "SmolLM2-135M", "weights": smollm2.WEIGHTS, "text": "the standard library's source",
         "num_tokens": text.num_tokens, "num_windows": len(text.train), "steps": num_steps, "length": length,

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from oomb.config import Config
     from oomb.engine import Engine
     from oomb.finite import NonFiniteError
-    from oomb.memory import OutOfPages
-    from oomb.model import UnsupportedModelError
+    from oomb.memory.pages import OutOfPages
     from oomb.optim import OffloadedAdamW
+    from oomb.refusals import UnsupportedModelError
     from oomb.trainer import Trainer
     from oomb.trl import DPOTrainer as DPOTrainer
     from oomb.trl import SFTTrainer as SFTTrainer
@@ -25,7 +25,7 @@ _HOME = {
     "Engine": "oomb.engine",
     "NonFiniteError": "oomb.finite",
     "OffloadedAdamW": "oomb.optim",
-    "OutOfPages": "oomb.memory",
+    "OutOfPages": "oomb.memory.pages",
     "SFTTrainer": "oomb.trl",
     "Trainer": "oomb.trainer",
     "UnsupportedModelError": "oomb.model",

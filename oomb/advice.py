@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from oomb.config import Config
-from oomb.memory import OutOfPages
+from oomb.memory.pages import OutOfPages
 from oomb.metrics import GIB, gib
 from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
 

@@ -13,19 +13,11 @@ from oomb.advice import decide
 from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.grads import pending_bytes
-from oomb.memory import (
-    GPU,
-    HOST,
-    Choosing,
-    LayerSpec,
-    OutOfPages,
-    PageStore,
-    Row,
-    Tiers,
-    free_host_bytes,
-    pair,
-    usable_gpu_bytes,
-)
+from oomb.memory.chosen import Choosing
+from oomb.memory.pages import GPU, HOST, OutOfPages
+from oomb.memory.rows import LayerSpec, Row, pair
+from oomb.memory.slabs import Tiers, free_host_bytes, usable_gpu_bytes
+from oomb.memory.store import PageStore
 from oomb.model import CausalLM, LayerShape
 from oomb.plan import LayerFacts, Placement, choosing
 

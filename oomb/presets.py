@@ -355,7 +355,7 @@ def another_tokenizer(
 ) -> str | None:
     """What is wrong with a tokenizer for a model that has one of its own: ids of another mean other words to it, though
     all may be in its vocabulary. None where nothing is."""
-    from oomb.data import difference_in_ids
+    from oomb.data.encode import difference_in_ids
 
     if name == model or is_preset(model):
         return None

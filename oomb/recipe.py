@@ -27,18 +27,8 @@ from oomb.advice import (
     saving_options,
     to_the_brim,
 )
-from oomb.config import Config
-from oomb.forecast import (
-    CARDS,
-    MEASURED_ON,
-    OFFLOADED_STATES,
-    Machine,
-    Plan,
-    forecast,
-    predict_seconds,
-    request_for,
-    state_bytes,
-)
+from oomb.config import OFFLOADED_STATES, Config
+from oomb.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
 from oomb.metrics import GIB, gib
 from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb import data
 from oomb.config import TILE_SIZE
+from oomb.data.finding import STDLIB
+from oomb.data.opening import load
 from oomb.engine import Engine
 from oomb.planner import check_plotting
 
@@ -86,9 +87,9 @@ def check(num_layers: int, layer: int, budget: int | None, path: Path) -> None:
         raise ValueError(f"--selection_layer is {layer}; the model has layers 0 to {num_layers - 1}")
 
 
-def text_ids(tokenizer: Any, context: int, dataset: str = data.STDLIB) -> Tensor:
+def text_ids(tokenizer: Any, context: int, dataset: str = STDLIB) -> Tensor:
     """[1, T] tokens of a text, by default the source of Python's standard library."""
-    split = data.load(dataset, max_length=context, tokenizer=tokenizer, num_train=1, num_held_out=0)
+    split = load(dataset, max_length=context, tokenizer=tokenizer, num_train=1, num_held_out=0)
     return split.train[0]["input_ids"][None]
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
-from oomb import checkpoints, data
+from oomb import checkpoints
+from oomb.data.opening import open_dataset
 
 
 def flip(path: Path, bit: int) -> None:
@@ -61,7 +62,7 @@ def num_undetected(folder: Path, num_flips: int, check: Callable[[Path], Any], s
 
 
 def check_shards(folder: Path) -> None:
-    data.open_dataset(str(folder), tokenizer=None, max_length=64)
+    open_dataset(str(folder), tokenizer=None, max_length=64)
 
 
 def large_checkpoint(place: Path) -> Path:

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from oomb import data
+from oomb.data.opening import open_dataset
+from oomb.data.tokens import Split, Windows
 
 HELLO = [
     {"role": "system", "content": "Be brief."},
@@ -24,21 +25,21 @@ def write_lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-def opened(path: Path, **options: Any) -> data.Split:
+def opened(path: Path, **options: Any) -> Split:
     options = {"tokenizer": None, "max_length": 64, "num_held_out": 0, **options}
-    return data.open_dataset(str(path), **options)
+    return open_dataset(str(path), **options)
 
 
-def examples(windows: data.Windows | None) -> list[tuple[list[int], list[int]]]:
+def examples(windows: Windows | None) -> list[tuple[list[int], list[int]]]:
     found = [] if windows is None else [windows[i] for i in range(len(windows))]
     return [(example["input_ids"].tolist(), example["labels"].tolist()) for example in found]
 
 
-def texts(split: data.Split) -> list[str]:
+def texts(split: Split) -> list[str]:
     return [bytes(i for i in ids if i < 256).decode() for ids, _ in examples(split.train)]
 
 
-def learnt(split: data.Split, tokenizer: Any) -> list[list[str]]:
+def learnt(split: Split, tokenizer: Any) -> list[list[str]]:
     """The texts that have a loss, of each example."""
     found = []
     for ids, labels in examples(split.train):

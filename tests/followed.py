@@ -16,8 +16,10 @@ from torch import Tensor
 
 from oomb import triton_kernels
 from oomb.attention import sparse, sparse_reference
-from oomb.memory import GPU, HOST, Tiers, batch
+from oomb.memory import batch
 from oomb.memory.chosen import ChosenPages, PageView
+from oomb.memory.pages import GPU, HOST
+from oomb.memory.slabs import Tiers
 from oomb.quantise import SCALE_DTYPE, dequantise, quantise
 
 

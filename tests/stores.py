@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.memory import (
-    LayerSpec,
-    PageStore,
-    Row,
-    Tiers,
-)
+from oomb.memory.rows import LayerSpec, Row
+from oomb.memory.slabs import Tiers
+from oomb.memory.store import PageStore
 
 CPU = torch.device("cpu")
 B, K, H, D, V = 2, 3, 6, 5, 4

@@ -14,7 +14,7 @@ from families import assert_same_gradients, build, grads, random_ids, relative_e
 from torch import Tensor, nn
 
 import oomb
-from oomb.memory import PageStore
+from oomb.memory.store import PageStore
 
 LENGTH = 30
 

@@ -13,7 +13,8 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb import data, metrics, options, presets, trainer
+from oomb import metrics, options, presets, trainer
+from oomb.data.opening import load
 from oomb.interrupts import EXIT_INTERRUPTED
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs
@@ -52,7 +53,7 @@ def test_train_learns_saves_and_sums_up(here: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert model.config._attn_implementation in ("sdpa", "eager")
-    held_out = data.load("stdlib", max_length=512, num_train=8, num_held_out=1).held_out
+    held_out = load("stdlib", max_length=512, num_train=8, num_held_out=1).held_out
     assert held_out is not None
     ids = held_out[0]["input_ids"][None]
     assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(after, rel=1e-4)

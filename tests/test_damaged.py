@@ -19,7 +19,8 @@ from test_checkpoints import names, train, trainer_in, write
 from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
 
 import oomb
-from oomb import checkpoints, data, presets
+from oomb import checkpoints, presets
+from oomb.data.tokens import Windows
 from oomb.train import outputs
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
@@ -185,7 +186,7 @@ def test_oomb_train_names_the_older_checkpoint(places: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["token id", "RuntimeError"])
 def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    read, calls = data.Windows.__getitem__, 0
+    read, calls = Windows.__getitem__, 0
 
     def spoiled(self: Any, index: int) -> dict[str, torch.Tensor]:
         nonlocal calls
@@ -197,7 +198,7 @@ def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest
             example["input_ids"][7] = 9999
         return example
 
-    monkeypatch.setattr(data.Windows, "__getitem__", spoiled)
+    monkeypatch.setattr(Windows, "__getitem__", spoiled)
     done = invoke("train", *TOY)
     monkeypatch.undo()
     monkeypatch.chdir(places / "work")

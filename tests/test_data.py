@@ -12,7 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb import data
+from oomb.data.encode import SEPARATOR_ID
+from oomb.data.finding import STDLIB, find_documents
+from oomb.data.opening import load
+from oomb.data.tokens import Tokens, Windows
 
 
 class Words:
@@ -28,19 +31,19 @@ class Words:
         return {"input_ids": prefix + [len(word) for word in text.split()]}
 
 
-def tokens_of(windows: data.Windows | None) -> list[int]:
+def tokens_of(windows: Windows | None) -> list[int]:
     return [] if windows is None else [int(i) for window in windows_of(windows) for i in window]
 
 
-def windows_of(windows: data.Windows) -> list[torch.Tensor]:
+def windows_of(windows: Windows) -> list[torch.Tensor]:
     return [windows[i]["input_ids"] for i in range(len(windows))]
 
 
 def test_a_file_becomes_bytes_and_a_separator(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"hello, w\xc3\xb6rld")
-    split = data.load(str(file), max_length=7, num_held_out=0)
-    assert tokens_of(split.train) == [*b"hello, w\xc3\xb6rld", data.SEPARATOR_ID]
+    split = load(str(file), max_length=7, num_held_out=0)
+    assert tokens_of(split.train) == [*b"hello, w\xc3\xb6rld", SEPARATOR_ID]
     assert split.held_out is None
     assert split.num_tokens == 14
     sample = split.train[0]
@@ -54,7 +57,7 @@ def test_a_file_becomes_bytes_and_a_separator(tmp_path: Path) -> None:
 def test_the_held_out_windows_are_the_first_however_many_are_trained_on(tmp_path: Path, num_train: int | None) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(bytes(range(1, 101)))
-    split = data.load(str(file), max_length=10, num_held_out=3, num_train=num_train)
+    split = load(str(file), max_length=10, num_held_out=3, num_train=num_train)
     # A fifth of the ten windows at most.
     assert tokens_of(split.held_out) == list(range(1, 21))
     assert tokens_of(split.train) == list(range(21, 101))[: (num_train or 8) * 10]
@@ -77,13 +80,13 @@ def test_every_token_of_the_text_is_in_one_window_in_order(
     folder = tmp_path_factory.mktemp("text")
     for index, size in enumerate(sizes):
         (folder / f"{index}.txt").write_bytes(bytes([97 + index]) * size)
-    order, _ = data.find_documents(str(folder))
-    stream = [token for path in order for token in (*path.read_bytes(), data.SEPARATOR_ID)]
+    order, _ = find_documents(str(folder))
+    stream = [token for path in order for token in (*path.read_bytes(), SEPARATOR_ID)]
     if len(stream) < max_length:
         with pytest.raises(ValueError, match=f"has {len(stream)} tokens"):
-            data.load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
+            load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
         return
-    split = data.load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
+    split = load(str(folder), max_length=max_length, num_train=num_train, num_held_out=num_held_out)
     seen = tokens_of(split.held_out) + tokens_of(split.train)
     assert seen == stream[: len(seen)]
     assert len(split.train) >= 1
@@ -103,7 +106,7 @@ def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(tmp_path: Pat
     (tmp_path / ".hidden").write_text("hhhh")
     (tmp_path / "image.bin").write_bytes(b"\x00\x01\x02")
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfd")
-    split = data.load(str(tmp_path), max_length=2, num_held_out=0)
+    split = load(str(tmp_path), max_length=2, num_held_out=0)
     assert {path.name for path in split.skipped} == {"image.bin", "latin.txt"}
     assert split.num_documents == 2
     assert split.notes == (
@@ -111,33 +114,33 @@ def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(tmp_path: Pat
         "2 files without text left out: image.bin (binary), latin.txt (not UTF-8, byte 0)",
     )
     text = tokens_of(split.train)
-    assert sorted(text) == sorted([*b"aaaabbbb", data.SEPARATOR_ID, data.SEPARATOR_ID])
-    assert text == tokens_of(data.load(str(tmp_path), max_length=2, num_held_out=0).train)
+    assert sorted(text) == sorted([*b"aaaabbbb", SEPARATOR_ID, SEPARATOR_ID])
+    assert text == tokens_of(load(str(tmp_path), max_length=2, num_held_out=0).train)
 
 
 def test_a_tokenizer_and_its_separator(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one three five sixteen")
-    assert tokens_of(data.load(str(file), max_length=5, tokenizer=Words()).train) == [3, 5, 4, 7, 99]  # type: ignore[arg-type]
+    assert tokens_of(load(str(file), max_length=5, tokenizer=Words()).train) == [3, 5, 4, 7, 99]  # type: ignore[arg-type]
     words = Words()
     words.eos_token_id, words.bos_token_id = None, 7
-    assert tokens_of(data.load(str(file), max_length=5, tokenizer=words).train)[-1] == 7  # type: ignore[arg-type]
+    assert tokens_of(load(str(file), max_length=5, tokenizer=words).train)[-1] == 7  # type: ignore[arg-type]
     # What the tokenizer puts before a text is before every document.
     words.prefix = [7]
-    assert tokens_of(data.load(str(file), max_length=6, tokenizer=words).train) == [7, 3, 5, 4, 7, 7]  # type: ignore[arg-type]
+    assert tokens_of(load(str(file), max_length=6, tokenizer=words).train) == [7, 3, 5, 4, 7, 7]  # type: ignore[arg-type]
 
 
 def test_the_standard_library_is_the_same_text_every_time() -> None:
-    documents, root = data.find_documents(data.STDLIB)
+    documents, root = find_documents(STDLIB)
     assert root == Path(sysconfig.get_paths()["stdlib"])
     parts = {part for path in documents for part in path.relative_to(root).parts}
     assert not parts & {"site-packages", "dist-packages", "test", "tests"}
-    assert documents == data.find_documents(data.STDLIB)[0]
-    split = data.load(data.STDLIB, max_length=512, num_train=4, num_held_out=2)
+    assert documents == find_documents(STDLIB)[0]
+    split = load(STDLIB, max_length=512, num_train=4, num_held_out=2)
     assert split.held_out is not None
     assert len(split.held_out) == 2
     assert len(split.train) >= 4
-    assert max(tokens_of(split.train)) <= data.SEPARATOR_ID
+    assert max(tokens_of(split.train)) <= SEPARATOR_ID
     train = {tuple(window.tolist()) for window in windows_of(split.train)}
     assert not train & {tuple(window.tolist()) for window in windows_of(split.held_out)}
 
@@ -145,7 +148,7 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
 def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index}.txt").write_text("x" * 99)
-    assert data.load(str(tmp_path), max_length=100, num_train=7, num_held_out=1).num_documents == 8
+    assert load(str(tmp_path), max_length=100, num_train=7, num_held_out=1).num_documents == 8
 
 
 @pytest.mark.parametrize(
@@ -162,20 +165,20 @@ def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, content: by
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        data.load(str(file), max_length=1024)
+        load(str(file), max_length=1024)
 
 
 def test_other_bad_datasets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not there\. Name a text file"):
-        data.load(str(tmp_path / "nothing"), max_length=16)
+        load(str(tmp_path / "nothing"), max_length=16)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"is not there; did you mean '.*/empty'"):
-        data.load(str(tmp_path / "emtpy"), max_length=16)
+        load(str(tmp_path / "emtpy"), max_length=16)
     with pytest.raises(ValueError, match="holds no files"):
-        data.load(str(tmp_path / "empty"), max_length=16)
+        load(str(tmp_path / "empty"), max_length=16)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        data.load(str(tmp_path / "a.txt"), max_length=1)
+        load(str(tmp_path / "a.txt"), max_length=1)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +188,12 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "secret.txt").write_text("text")
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=r"secret\.txt cannot be read: Permission denied"):
-        data.load(str(tmp_path / "secret.txt"), max_length=2)
+        load(str(tmp_path / "secret.txt"), max_length=2)
 
 
 def test_windows_refuse_an_index_beyond_the_end() -> None:
-    tokens = data.Tokens([np.arange(20, dtype=np.int32)], np.array([20]))
-    windows = data.Windows(tokens, tokens.windows(10))
+    tokens = Tokens([np.arange(20, dtype=np.int32)], np.array([20]))
+    windows = Windows(tokens, tokens.windows(10))
     assert len(windows) == 2
     assert windows[-1]["input_ids"].tolist() == list(range(10, 20))
     with pytest.raises(IndexError):

@@ -11,7 +11,7 @@ from datasets_made import HELLO, examples, learnt, opened, write_lines
 from families import build
 from small_tokenizer import CHAT, MARKED, small_tokenizer
 
-from oomb import data
+from oomb.data.encode import SEPARATOR_ID
 from oomb.data.tokenizing import Job, tokenize
 
 THINKING = "{{ '<think>' if loop.last and message['role'] == 'assistant' }}"
@@ -160,7 +160,7 @@ def test_the_loss_is_on_the_completion(tmp_path: Path) -> None:
     assert learnt(split, tokenizer) == [[" 4<|end|>"]]
     assert tokenizer.decode(examples(split.train)[0][0]) == "<|turn|>2 + 2 = 4<|end|>"
     [(ids, labels)] = examples(opened(path).train)
-    assert ids == [*b"2 + 2 = 4", data.SEPARATOR_ID]
+    assert ids == [*b"2 + 2 = 4", SEPARATOR_ID]
     assert labels == [-100] * 7 + ids[7:]
     # Where a token would span the border, the prompt is tokenised as it is when the model is used.
     merged = next(t for t in tokenizer.get_vocab() if len(t) == 4 and t.isalpha() and t.isascii())

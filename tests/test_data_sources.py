@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import CHAT, small_tokenizer
 
-from oomb import data
 from oomb.data import tokens as slices
+from oomb.data.encode import SEPARATOR_ID
 from oomb.data.sources import open_source, shuffled
+from oomb.data.tokens import Tokens, Windows
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -32,7 +33,7 @@ def test_lines_of_text_are_documents(tmp_path: Path, name: str) -> None:
     split = opened(path, packing="documents")
     assert sorted(texts(split)) == sorted(words)
     assert texts(split) != words, "lines are often sorted: the first must be a fair sample"
-    assert all(ids[-1] == data.SEPARATOR_ID and labels == ids for ids, labels in examples(split.train))
+    assert all(ids[-1] == SEPARATOR_ID and labels == ids for ids, labels in examples(split.train))
     assert (split.num_documents, split.packing, split.notes) == (20, "documents", ())
     assert texts(split) == texts(opened(path, packing="documents"))
     assert texts(split) != texts(opened(path, packing="documents", seed=1))
@@ -144,8 +145,8 @@ def test_a_repository_is_one_document(tmp_path: Path) -> None:
     (tmp_path / ".git" / "HEAD").write_text("ref")
     split = opened(tmp_path, packing="documents", join="repository", max_length=1000)
     assert texts(split) == ["=== a.py ===\nimport b\n=== b/a.py ===\na = 1\n=== b/z.py ===\nz = 1\n=== empty.py ===\n"]
-    assert examples(split.train)[0][0].count(data.SEPARATOR_ID) == 1
-    assert examples(split.train)[0][0][-1] == data.SEPARATOR_ID
+    assert examples(split.train)[0][0].count(SEPARATOR_ID) == 1
+    assert examples(split.train)[0][0][-1] == SEPARATOR_ID
     assert (split.num_documents, [path.name for path in split.skipped]) == (1, ["logo.png"])
     # Only as much is read as is needed.
     some = opened(tmp_path, packing="documents", join="repository", max_length=8, num_train=2, num_held_out=1)
@@ -179,8 +180,8 @@ def test_pieces_of_documents_predict_every_token_once(lengths: list[int], max_le
     edges = np.flatnonzero(np.diff(is_learnt.astype(int), prepend=0, append=0)).reshape(-1, 2)
     # Two arrays, so that some pieces lie in both.
     half = len(stream) // 2
-    tokens = data.Tokens([stream[:half], stream[half:]], ends, edges)
-    windows = data.Windows(tokens, tokens.pieces(max_length))
+    tokens = Tokens([stream[:half], stream[half:]], ends, edges)
+    windows = Windows(tokens, tokens.pieces(max_length))
     predicted = []
     for ids, labels in examples(windows):
         assert 2 <= len(ids) <= max_length

@@ -17,20 +17,14 @@ from command import invoke
 from rich.console import Console
 from torch import Tensor
 
-from oomb import data, presets
+from oomb import presets
 from oomb.config import Config
+from oomb.data.opening import load
 from oomb.engine import Engine
-from oomb.evaluate import (
-    NeedleSettings,
-    build_haystacks,
-    decode,
-    needle_scores,
-    needle_table,
-    perplexity_by_position,
-    sample_text,
-    tokenizer_for,
-)
-from oomb.evaluate.needles import LEAD
+from oomb.evaluate.needles import LEAD, NeedleSettings, build_haystacks, needle_scores
+from oomb.evaluate.positions import perplexity_by_position
+from oomb.evaluate.run import needle_table, tokenizer_for
+from oomb.evaluate.samples import decode, sample_text
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 PROBE = NeedleSettings(lengths=(2048,), num_depths=3, num_candidates=4, num_haystacks=2)
@@ -343,7 +337,7 @@ def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     assert f"{found['perplexity']['loss']:.4f}" in result.output
     assert "needles found" in result.output and "chance 33%" in result.output
     # The windows are those that training would hold out.
-    held_out = data.load("stdlib", max_length=1500, num_train=1, num_held_out=2).held_out
+    held_out = load("stdlib", max_length=1500, num_train=1, num_held_out=2).held_out
     assert held_out is not None and len(held_out) >= 1
     model = presets.load_model(str(saved_model), device="cpu", dtype="float32")
     own = perplexity_by_position(Engine(model, Config(chunk_size=512)), [held_out[i]["input_ids"] for i in range(2)])

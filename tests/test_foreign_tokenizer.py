@@ -13,7 +13,9 @@ from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 from transformers import AutoModelForCausalLM
 
-from oomb import data, presets
+from oomb import presets
+from oomb.data import encode
+from oomb.data.encode import difference_in_ids, give_the_same_ids
 from oomb.train import prepare
 from oomb.train.settings import SettingError, Settings
 
@@ -41,21 +43,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_tokenizers_are_compared_by_what_they_give() -> None:
     own, other = small_tokenizer(), other_tokenizer()
-    assert data.give_the_same_ids(own, small_tokenizer(None, first="<|turn|>"))
-    assert not data.give_the_same_ids(own, other) and not data.give_the_same_ids(other, own)
+    assert give_the_same_ids(own, small_tokenizer(None, first="<|turn|>"))
+    assert not give_the_same_ids(own, other) and not give_the_same_ids(other, own)
     # Tokens that the other does not have, in either direction.
     more = small_tokenizer()
     more.add_special_tokens({"pad_token": "<|pad|>"})
     more.add_tokens(["<tool>"])
-    assert data.give_the_same_ids(own, more) and data.give_the_same_ids(more, own)
+    assert give_the_same_ids(own, more) and give_the_same_ids(more, own)
 
 
-@pytest.mark.parametrize("text", data.encode.PROBES)
+@pytest.mark.parametrize("text", encode.PROBES)
 def test_each_probe_can_tell(text: str) -> None:
     """A single word that is one token here, and several there."""
     changed = small_tokenizer()
     changed.add_tokens([max(text.split(), key=len)])
-    difference = data.difference_in_ids(small_tokenizer(), changed)
+    difference = difference_in_ids(small_tokenizer(), changed)
     assert difference is not None and difference.startswith(repr(text))
 
 
@@ -65,18 +67,18 @@ def test_special_tokens_of_the_same_name_have_the_same_ids() -> None:
     for old, new in (("<|turn|>", "<swap>"), ("<|stop|>", "<|turn|>"), ("<swap>", "<|stop|>")):
         swapped = swapped.replace(old, new)
     changed = type(changed)(tokenizer_object=type(changed.backend_tokenizer).from_str(swapped), eos_token="<|end|>")
-    assert data.difference_in_ids(own, changed) == "'<|turn|>' is [1] to the one and [2] to the other"
+    assert difference_in_ids(own, changed) == "'<|turn|>' is [1] to the one and [2] to the other"
 
 
 def test_a_token_may_be_special_to_one_of_them_alone() -> None:
     """What the other makes of its letters, nobody asks for."""
     own, named = small_tokenizer(), small_tokenizer()
-    unused = [token for token in sorted(own.get_vocab()) if not any(token in text for text in data.encode.PROBES)]
+    unused = [token for token in sorted(own.get_vocab()) if not any(token in text for text in encode.PROBES)]
     # One that is not merged again from its own letters.
     word = next(token for token in unused if own(token, add_special_tokens=False)["input_ids"] != [own.vocab[token]])
     named.add_special_tokens({"pad_token": word})
     assert named(word, add_special_tokens=False)["input_ids"] == [own.vocab[word]]
-    assert data.give_the_same_ids(own, named) and data.give_the_same_ids(named, own)
+    assert give_the_same_ids(own, named) and give_the_same_ids(named, own)
 
 
 def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path
 
 
 def test_what_differs_is_shown_shortly() -> None:
-    difference = data.difference_in_ids(small_tokenizer(), other_tokenizer())
+    difference = difference_in_ids(small_tokenizer(), other_tokenizer())
     assert difference is not None and len(difference) < 220
     # From the first id on that is another.
     one, other = difference.split(" is [")[-1].split("] to the one and [")

@@ -12,19 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import CHUNK, CPU, PLACEMENTS, B, D, K, V, fill, layer_spec, make_store
 
-from oomb.memory import (
-    GPU,
-    HOST,
-    PageStore,
+from oomb.memory import rows as rows_module
+from oomb.memory import slabs
+from oomb.memory.pages import GPU, HOST
+from oomb.memory.rows import (
+    ALIGNMENT,
+    GRAD,
+    KV,
+    NEW,
+    OUT,
     Row,
-    Tiers,
+    largest_segment,
     row_bytes,
     segment_bounds,
-    slabs,
     staging_bytes,
 )
-from oomb.memory import rows as rows_module
-from oomb.memory.rows import ALIGNMENT, GRAD, KV, NEW, OUT, largest_segment
+from oomb.memory.slabs import Tiers
+from oomb.memory.store import PageStore
 
 
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 5000), st.integers(0, 6))

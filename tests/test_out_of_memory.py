@@ -15,7 +15,9 @@ from checks import engine_for
 from families import build, random_ids
 
 import oomb
-from oomb.memory import OutOfPages, PageStore, slabs
+from oomb.memory import slabs
+from oomb.memory.pages import OutOfPages
+from oomb.memory.store import PageStore
 
 ROOT = Path(__file__).parents[1]
 NUMBERS = r"(?s)\d[\d.]* [KMG]?i?B.*\d[\d.]* [KMG]?i?B"

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from oomb.memory import GPU, HOST, LayerSpec, OutOfPages, PageStore, Row, Tiers, slabs
-from oomb.memory.pages import Column, Intervals, PagePool, Run
-from oomb.memory.slabs import Holding
+from oomb.memory import slabs
+from oomb.memory.pages import GPU, HOST, Column, Intervals, OutOfPages, PagePool, Run
+from oomb.memory.rows import LayerSpec, Row
+from oomb.memory.slabs import Holding, Tiers
+from oomb.memory.store import PageStore
 
 POOL_STEPS = st.lists(
     st.one_of(

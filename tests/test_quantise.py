@@ -13,7 +13,11 @@ from torch import Tensor
 
 import oomb
 from oomb import plan
-from oomb.memory import Choosing, LayerSpec, PageStore, Row, Tiers, batch, pair
+from oomb.memory import batch
+from oomb.memory.chosen import Choosing
+from oomb.memory.rows import LayerSpec, Row, pair
+from oomb.memory.slabs import Tiers
+from oomb.memory.store import PageStore
 from oomb.quantise import LEVELS, dequantise, quantise
 from oomb.rounding import accumulate_
 

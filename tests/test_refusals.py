@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
-from oomb.model import UnsupportedModelError
+from oomb.refusals import UnsupportedModelError
 
 
 def config_for(model_type: str, **overrides: Any) -> Any:

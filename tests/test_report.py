@@ -34,10 +34,9 @@ from pages import (
     write_run,
 )
 
-from oomb.report import read_run, write_report
 from oomb.report.chart import Chart, Series, nice_ticks, plain, svg, thin
-from oomb.report.page import page
-from oomb.report.run import order
+from oomb.report.page import page, write_report
+from oomb.report.run import order, read_run
 
 SECTIONS = [
     "Training", "Memory of each tier", "Evaluation", "Text before and after", "Settings and machine", "Steps",

@@ -14,7 +14,8 @@ from oomb.config import Config
 from oomb.engine import Sequence
 from oomb.forecast import Machine, forecast
 from oomb.inputs import Batch
-from oomb.memory import GPU, row_bytes
+from oomb.memory.pages import GPU
+from oomb.memory.rows import row_bytes
 from oomb.metrics import GIB
 from oomb.planner import facts_for
 

@@ -30,8 +30,9 @@ from followed import Kernel, follow, memory_for
 import oomb
 from oomb import plan, triton_kernels
 from oomb.attention import sparse
-from oomb.memory import Tiers, batch
+from oomb.memory import batch
 from oomb.memory.chosen import ChosenPages
+from oomb.memory.slabs import Tiers
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
 
 LENGTH = 74

@@ -20,7 +20,7 @@ from followed import follow, memory_for
 
 from oomb import plan
 from oomb.attention import sparse
-from oomb.memory import PageStore
+from oomb.memory.store import PageStore
 
 LENGTH = 90
 SIZES = {

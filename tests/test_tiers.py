@@ -16,7 +16,8 @@ from torch import Tensor
 
 import oomb
 from oomb import plan
-from oomb.memory import GPU, HOST, PageStore
+from oomb.memory.pages import GPU, HOST
+from oomb.memory.store import PageStore
 
 LENGTH = 300
 FAMILIES = {

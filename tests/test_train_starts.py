@@ -20,7 +20,8 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, data, lock, presets
+from oomb import checkpoints, lock, presets
+from oomb.data.opening import load
 from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.progress import TrainingDisplay
@@ -326,7 +327,7 @@ def test_it_is_told_in_the_run(here: Path) -> None:
     num_windows = (len(Path("text.txt").read_bytes()) + 1) // 256
     assert f"{num_windows} windows of 256 tokens to train on, of which 1 step read the first 1, once; " in result.output
     assert "none held out, by --max_eval_samples 0" in result.output
-    assert data.load("text.txt", max_length=256, num_held_out=0).num_examples == num_windows
+    assert load("text.txt", max_length=256, num_held_out=0).num_examples == num_windows
 
 
 def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from command import invoke
 from small_tokenizer import save_chats
 
-from oomb import data
+from oomb.data.opening import load
 from oomb.train.probe import Probe
 from oomb.train.settings import Settings
 
@@ -75,7 +75,7 @@ def test_needles_samples_and_the_report(here: Path) -> None:
 
 
 def test_needles_are_hidden_in_text_that_is_never_trained_on(here: Path) -> None:
-    split = data.load("text.txt", max_length=2048, num_train=3, num_held_out=2)
+    split = load("text.txt", max_length=2048, num_train=3, num_held_out=2)
     assert split.held_out is not None
     probe = Probe(Settings(needle_lengths="2K,4K", needle_haystacks=2, max_length=2048), split, None)
     held_out = torch.cat([split.held_out[index]["input_ids"] for index in range(2)])

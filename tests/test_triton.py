@@ -16,7 +16,7 @@ import triton.language as tl
 
 from oomb import rounding
 from oomb.attention import combine
-from oomb.memory import Row
+from oomb.memory.rows import Row
 from oomb.triton_kernels import mixed_bits
 
 ON_GPU = torch.cuda.is_available()

@@ -132,18 +132,19 @@ def eval_(
         if not presets.holds_adapters(model):
             presets.check_model_name(model)
         quiet()
-        from oomb import evaluate
+        from oomb.evaluate.needles import NeedleSettings
+        from oomb.evaluate.run import Settings, run
 
         needle = None
         if lengths:
-            needle = evaluate.NeedleSettings(
+            needle = NeedleSettings(
                 lengths=lengths,
                 num_depths=needle_depths,
                 num_candidates=needle_candidates,
                 num_haystacks=needle_haystacks,
                 seed=seed,
             )
-        chosen = evaluate.Settings(
+        chosen = Settings(
             model_name_or_path=model,
             **reading,
             max_length=length,
@@ -157,7 +158,7 @@ def eval_(
             trust_remote_code=trust_remote_code,
             engine=settings,
         )
-        evaluate.run(chosen, Console())
+        run(chosen, Console())
 
 
 eval_.command_class = CommandOfSettings  # type: ignore[attr-defined]

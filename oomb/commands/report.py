@@ -44,7 +44,8 @@ def report(
     the run goes on, after a crash, and again at any time.
     """
     with one_clear_message():
-        from oomb.report import check_picture, write_picture, write_report
+        from oomb.report.page import write_report
+        from oomb.report.picture import check_picture, write_picture
 
         if png is not None:
             check_picture(png)

@@ -18,8 +18,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from oomb import data, presets
+from oomb import presets
 from oomb.config import Config
+from oomb.data.encode import NUM_BYTE_IDS
+from oomb.data.finding import STDLIB
+from oomb.data.opening import open_dataset, unchecked
+from oomb.data.sources import SEED
+from oomb.data.tokens import Split
 from oomb.engine import Engine
 from oomb.evaluate.adapters import base_of, with_adapters
 from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
@@ -42,7 +47,7 @@ class Settings:
     model_name_or_path: str
     tokenizer_name: str | None = None
     trust_remote_code: bool = False
-    dataset: str = data.STDLIB
+    dataset: str = STDLIB
     packing: str = "auto"
     dataset_join: str = "documents"
     skip_dataset_check: bool = False
@@ -50,7 +55,7 @@ class Settings:
     max_eval_samples: int = 1
     needle: NeedleSettings | None = None
     sample_tokens: int = 0
-    seed: int = data.SEED
+    seed: int = SEED
     output: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -151,7 +156,7 @@ def tokenizer_for(
                 raise
             tokenizer = None
     # Tokens added to it, padding for one, are no harm until a text has them.
-    needed = data.NUM_BYTE_IDS if tokenizer is None else tokenizer.vocab_size
+    needed = NUM_BYTE_IDS if tokenizer is None else tokenizer.vocab_size
     if vocab_size < needed:
         what = "bytes need" if tokenizer is None else "the tokenizer has"
         raise ValueError(
@@ -175,14 +180,14 @@ def _read(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     report: Callable[[int, int], None],
-) -> tuple[data.Split, list[dict[str, Tensor]], Tensor]:
+) -> tuple[Split, list[dict[str, Tensor]], Tensor]:
     """The windows to evaluate on, and text for haystacks. The first windows of a text are what `oomb train` holds
     out."""
     most = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
     num_windows = max(settings.max_eval_samples, -(-most // settings.max_length))
     skip_check = settings.skip_dataset_check
     while True:
-        split = data.open_dataset(
+        split = open_dataset(
             settings.dataset,
             tokenizer=tokenizer,
             max_length=settings.max_length,
@@ -206,7 +211,7 @@ def _read(
 
 
 def _describe(
-    settings: Settings, base: str | None, split: data.Split, windows: list[dict[str, Tensor]], console: Console
+    settings: Settings, base: str | None, split: Split, windows: list[dict[str, Tensor]], console: Console
 ) -> None:
     """What is read, in a few lines."""
     num, asked = len(windows), settings.max_eval_samples
@@ -224,7 +229,7 @@ def _describe(
             "on this dataset has seen the others[/]"
         )
     notes = list(split.notes)
-    if settings.skip_dataset_check and (note := data.unchecked(settings.dataset)) is not None:
+    if settings.skip_dataset_check and (note := unchecked(settings.dataset)) is not None:
         notes.append(note)
     lines += [f"[yellow]{escape(note)}[/]" for note in notes]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oomb import data
+from oomb.data.encode import SEPARATOR_ID
 from oomb.evaluate.passes import as_evaluated
 
 if TYPE_CHECKING:
@@ -48,5 +48,5 @@ def sample_text(
 
 def decode(ids_T: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> str:
     if tokenizer is None:
-        return bytes(i for i in ids_T.tolist() if i < data.SEPARATOR_ID).decode(errors="replace")
+        return bytes(i for i in ids_T.tolist() if i < SEPARATOR_ID).decode(errors="replace")
     return str(tokenizer.decode(ids_T.tolist(), skip_special_tokens=True))

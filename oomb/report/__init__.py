@@ -19,11 +19,3 @@ Other events and fields are passed over. A line that is no JSON, the last one of
 left out and counted. A run that was resumed goes back some steps: what it had done beyond is dropped. Of what was
 evaluated before training the first counts, of what was evaluated after it the last.
 """
-
-from __future__ import annotations
-
-from oomb.report.page import page, write_report
-from oomb.report.picture import check_picture, write_picture
-from oomb.report.run import Run, read_run
-
-__all__ = ["Run", "check_picture", "page", "read_run", "write_picture", "write_report"]

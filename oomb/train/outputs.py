@@ -20,8 +20,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from oomb import checkpoints, data, presets
+from oomb import checkpoints, presets
 from oomb.config import Config
+from oomb.data.finding import STDLIB
 from oomb.train import config_file
 from oomb.train.config_file import CONFIG, METRICS
 from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
@@ -149,7 +150,7 @@ def first_step(settings: Settings) -> int:
 def portable(settings: Settings) -> Settings:
     """As config.yaml has them: paths that are there in full, so that the run can be gone on with from any folder."""
     # These words are taken as such even where a folder is called so.
-    is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == data.STDLIB}
+    is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == STDLIB}
     paths: dict[str, Any] = {}
     for key in ("model_name_or_path", "tokenizer_name", "dataset", "output_dir"):
         path = getattr(settings, key)

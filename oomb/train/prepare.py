@@ -18,8 +18,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from oomb import data, presets
+from oomb import presets
 from oomb.config import OFFLOADED_STATES, Config
+from oomb.data.opening import open_dataset, unchecked
+from oomb.data.tokens import Split
 from oomb.loss import IGNORED
 from oomb.quantised import bits_config
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
@@ -157,7 +159,7 @@ def unused_settings(settings: Settings) -> str | None:
 
 def skipped_check(settings: Settings) -> str | None:
     """Return a warning if the dataset is one that could be checked for damage and is not."""
-    return data.unchecked(settings.dataset) if settings.skip_dataset_check else None
+    return unchecked(settings.dataset) if settings.skip_dataset_check else None
 
 
 def load_windows(
@@ -166,11 +168,11 @@ def load_windows(
     vocab_size: int,
     device: torch.device,
     report: Callable[[int, int], None] = lambda done, total: None,
-) -> data.Split:
+) -> Split:
     """As many windows as the run reads, where it reads some of them only. `report` hears of the check of token shards,
     in bytes."""
     steps = settings.max_steps or _demo_steps(settings, device)
-    split = data.open_dataset(
+    split = open_dataset(
         settings.dataset,
         tokenizer=tokenizer,
         max_length=settings.max_length,
@@ -198,7 +200,7 @@ def load_windows(
     return replace(split, train=split.train.first(num_read))
 
 
-def longest(settings: Settings, split: data.Split) -> int:
+def longest(settings: Settings, split: Split) -> int:
     """Tokens of the longest example that the run reads: what memory is taken for."""
     if split.packing == "windows":
         return settings.max_length
@@ -324,9 +326,7 @@ def _with_adapters(settings: Settings, model: Any) -> Any:
     return get_peft_model(model, config)
 
 
-def trainer_of(
-    settings: Settings, model: Any, arguments: TrainingArguments, config: Config, split: data.Split
-) -> Trainer:
+def trainer_of(settings: Settings, model: Any, arguments: TrainingArguments, config: Config, split: Split) -> Trainer:
     """The trainer with its optimizer's memory taken, where that lies on the host: before the engine plans its share."""
     is_offloaded = settings.optim in OFFLOADED_STATES
     trainer = Trainer(

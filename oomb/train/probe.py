@@ -8,8 +8,10 @@ import torch
 from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
-from oomb import data
-from oomb.evaluate import NeedleSettings, build_haystacks, evaluate, sample_text
+from oomb.data.tokens import Split
+from oomb.evaluate.needles import NeedleSettings, build_haystacks
+from oomb.evaluate.run import evaluate
+from oomb.evaluate.samples import sample_text
 from oomb.interrupts import StopRequested
 from oomb.progress import TrainingDisplay
 from oomb.train.settings import Settings
@@ -22,7 +24,7 @@ PROMPT_SIZE = 64
 class Probe:
     """Asks the same of the model both times. What it takes is looked for when it is made, before weights are loaded."""
 
-    def __init__(self, settings: Settings, split: data.Split, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, settings: Settings, split: Split, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.sample_tokens, self.seed, self.tokenizer = settings.sample_tokens, settings.seed, tokenizer
         source = split.train if split.held_out is None else split.held_out
         self.windows = [source[index]["input_ids"] for index in range(len(source))] if settings.needle_sizes else []

@@ -16,19 +16,22 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
-from oomb import checkpoints, data, presets, report
+from oomb import checkpoints, presets
 from oomb.bench import step_flops
 from oomb.config import Config
+from oomb.data.finding import STDLIB, find_documents
+from oomb.data.tokens import Split, Windows
 from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.lock import locked
-from oomb.memory import free_host_bytes
+from oomb.memory.slabs import free_host_bytes
 from oomb.metrics import JsonLines, MemoryMeter, gib, machine
 from oomb.panel import bytes_bar
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
+from oomb.report.page import write_report
 from oomb.train import config_file, outputs, prepare
-from oomb.train.outputs import CONFIG, METRICS
+from oomb.train.config_file import CONFIG, METRICS
 from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
 from oomb.train.settings import AUTO, Settings
@@ -46,8 +49,8 @@ def run(settings: Settings, console: Console) -> int:
     presets.check_model_name(settings.model_name_or_path)
     device = prepare.device_of(settings)
     presets.resolve_dtype(settings.dtype, device)
-    if settings.dataset != data.STDLIB:
-        data.find_documents(settings.dataset)
+    if settings.dataset != STDLIB:
+        find_documents(settings.dataset)
     is_auto = settings.resume_from_checkpoint == AUTO
     settings = replace(settings, resume_from_checkpoint=outputs.checkpoint_of(settings))
     first_step = outputs.first_step(settings)
@@ -217,7 +220,7 @@ def _move(log: JsonLines, folder: Path, config_text: str, display: TrainingDispl
 def _reported(run_dir: Path, display: TrainingDisplay) -> dict[str, Path]:
     """A page about a finished run is not worth the run."""
     try:
-        return {"report": report.write_report(run_dir)}
+        return {"report": write_report(run_dir)}
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         again = f"{outputs.program()} report {shlex.quote(str(run_dir))}"
@@ -233,7 +236,7 @@ def _nothing_saved(output_dir: Path) -> str:
 def _facts(
     settings: Settings,
     trainer: Trainer,
-    split: data.Split,
+    split: Split,
     placement: Placement,
     gpu_bytes: int | None,
     host_limit: int,
@@ -293,7 +296,7 @@ def _warn(line: str, display: TrainingDisplay) -> None:
     display.print(f"[yellow]{escape(line)}[/]")
 
 
-def _held_out_loss(trainer: Trainer, held_out: data.Windows | None, display: TrainingDisplay) -> float | None:
+def _held_out_loss(trainer: Trainer, held_out: Windows | None, display: TrainingDisplay) -> float | None:
     """The held-out loss, or None where there is none. Nothing that happens here is worth a trained model."""
     if held_out is None or display.interrupts.terminated:
         return None
@@ -316,7 +319,7 @@ def _held_out_loss(trainer: Trainer, held_out: data.Windows | None, display: Tra
 def _describe(
     settings: Settings,
     model: Any,
-    split: data.Split,
+    split: Split,
     trainer: Trainer,
     device: torch.device,
     config: Config,
@@ -370,7 +373,7 @@ def _when_saved(settings: Settings) -> str:
     return f"a checkpoint every {' and every '.join(every)}{rest}"
 
 
-def _what_is_read(settings: Settings, split: data.Split, steps: int, thing: str) -> str:
+def _what_is_read(settings: Settings, split: Split, steps: int, thing: str) -> str:
     """How many windows there are, how many of them the run reads, and how often."""
     there, read = split.num_examples, len(split.train)
     passes = steps * settings.windows_per_step / read
@@ -386,7 +389,7 @@ def _what_is_read(settings: Settings, split: data.Split, steps: int, thing: str)
     return f"{found}, of which {count(steps, 'step')} read the first {read:,}, {often}"
 
 
-def _held_out(settings: Settings, split: data.Split, thing: str) -> str:
+def _held_out(settings: Settings, split: Split, thing: str) -> str:
     if split.held_out is not None:
         asked, held_out = settings.max_eval_samples, len(split.held_out)
         why = f" of --max_eval_samples {asked:,}: a fifth of the data at most" if held_out < asked else ""
