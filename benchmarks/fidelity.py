@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from oomb import metrics
 from oomb.config import MEANS_OF_RULE, Config
 from oomb.engine import Engine
 from oomb.options import parse_list
+from oomb.utils import metrics
 
 SOURCE, PROSE = "source", "prose"
 MODULES = (("argparse",), ("textwrap", "shlex", "string", "bisect", "configparser"), ("tarfile",))

@@ -34,11 +34,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomb import metrics
 from oomb.data.finding import STDLIB, find_documents
 from oomb.data.sources import SEED
 from oomb.options import parse_list, parse_tokens
 from oomb.report.run import Run, read_run
+from oomb.utils import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "finetune_smollm2"

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from oomb import metrics
 from oomb.bench import EngineStep, StandardStep
 from oomb.config import Config
 from oomb.engine import Engine
 from oomb.presets import load_model
+from oomb.utils import metrics
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},

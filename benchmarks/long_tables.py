@@ -7,8 +7,8 @@ from typing import Any
 
 from result_files import exists, load, seconds, steps
 
-from oomb import metrics
 from oomb.advice import SPARE_HOST_BYTES
+from oomb.utils import metrics
 
 LORA, FULL, SMALL = "curve_brim.json", "plan_check_full.json", "plan_check_24gib_1m.json"
 """Steps of plan_check.py that fill the GPU's memory: with LoRA, with all weights, and with a GPU held to less."""

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from oomb import metrics
 from oomb.advice import SPARE_HOST_BYTES
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.engine import Engine
@@ -38,6 +37,7 @@ from oomb.optim import OffloadedAdamW
 from oomb.options import parse_list, parse_tokens
 from oomb.planner import find_machine
 from oomb.presets import autocast_for, load_model, with_lora
+from oomb.utils import metrics
 
 EIGHT_BITS: dict[str, Any] = {"page_budget": 64, "page_size": 128, "kv_dtype": "int8", "grad_dtype": "int8"}
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {

@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb import bench, metrics
+from oomb import bench
 from oomb.config import Config
 from oomb.engine import Engine
 from oomb.options import parse_list, parse_tokens
 from oomb.planner import short_tokens
 from oomb.presets import load_model
+from oomb.utils import metrics
 
 MODEL, CHUNK_SIZE, PAGE_SIZE, BUDGET = "qwen2.5-7b", 4096, 128, 64
 """The setting that the goals are for."""

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb import metrics
 from oomb.config import Config
 from oomb.data.finding import STDLIB
 from oomb.data.opening import load
 from oomb.engine import Engine
 from oomb.options import parse_tokens
+from oomb.utils import metrics
 
 MODES = ("dense", "sparse")
 ASKED = 0.02

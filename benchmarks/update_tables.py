@@ -14,7 +14,7 @@ import result_files
 from result_files import exists, load, steps
 from sparse_tables import SPARSE, fidelity, sparse_details, sparse_rows, sparse_summary
 
-from oomb import metrics
+from oomb.utils import metrics
 
 
 def cell(row: dict[str, Any]) -> str:

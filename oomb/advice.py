@@ -11,8 +11,8 @@ from typing import Any
 
 from oomb.config import Config
 from oomb.memory.pages import OutOfPages
-from oomb.metrics import GIB, gib
 from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
+from oomb.utils.metrics import GIB, gib
 
 SMALLEST_CHUNK = 512
 """The shortest chunk that is advised."""

@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oomb import metrics
 from oomb.config import Config
 from oomb.engine import Engine
 from oomb.forecast import PEAK_TFLOPS
 from oomb.loss import IGNORED, TiledHead
 from oomb.model import CausalLM, switch_checkpointing
 from oomb.presets import autocast_for, load_model, with_lora
+from oomb.utils import metrics
 
 MODES = ("oomb", "standard")
 FASTEST_FIRST = [

@@ -14,7 +14,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from oomb import metrics, presets
+from oomb import presets
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
@@ -23,6 +23,7 @@ from oomb.memory.slabs import free_host_bytes
 from oomb.plan import MARGIN, ModelFacts, Term, place
 from oomb.recipe import Answer, answer
 from oomb.refusals import UnsupportedModelError, unwrap
+from oomb.utils import metrics
 
 TIERS = {GPU: "GPU", HOST: "host"}
 NUM_CONTEXTS = 48

@@ -22,8 +22,8 @@ from oomb.engine import Engine
 from oomb.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.interrupts import Interrupts
 from oomb.memory.pages import GPU, HOST
-from oomb.metrics import JsonLines, MemoryMeter, gib, seconds
 from oomb.panel import PLAIN_INTERVAL_S, LivePanel, View
+from oomb.utils.metrics import JsonLines, MemoryMeter, gib, seconds
 
 # Of a step's time, about: the gradient pass computes every chunk again and then its backward, twice the work of that.
 FILL_SHARE = 0.25

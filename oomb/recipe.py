@@ -29,10 +29,10 @@ from oomb.advice import (
 )
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
-from oomb.metrics import GIB, gib
 from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place
 from oomb.presets import is_preset
+from oomb.utils.metrics import GIB, gib
 
 SLOW_SECONDS, SPEED_UP = 3600, 3
 """Chosen pages are brought up where a step takes longer, and would be so many times as fast with them. Of a batch that

@@ -25,7 +25,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from oomb import checkpoints
 from oomb.finite import FiniteSteps
-from oomb.lock import locked
+from oomb.utils.lock import locked
 from oomb.weights import what_is_broken
 
 REST = "oomb_state.json"

@@ -13,11 +13,12 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb import metrics, options, presets, trainer
+from oomb import options, presets, trainer
 from oomb.data.opening import load
 from oomb.interrupts import EXIT_INTERRUPTED
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs
+from oomb.utils import metrics
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
 

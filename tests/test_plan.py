@@ -21,8 +21,8 @@ from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast, machine_named
 from oomb.memory.pages import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
-from oomb.metrics import GIB
 from oomb.plan import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
+from oomb.utils.metrics import GIB
 
 MIB = 1 << 20
 SOME_FAMILIES = [

@@ -25,7 +25,7 @@ from oomb import presets
 from oomb.config import Config
 from oomb.facts import facts_of
 from oomb.forecast import Machine, forecast
-from oomb.metrics import GIB
+from oomb.utils.metrics import GIB
 
 STEP = ("--cases", "lora-8bit", "--contexts", "8K", "--places", "auto")
 

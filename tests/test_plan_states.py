@@ -7,8 +7,8 @@ import pytest
 from oomb import forecast, planner, presets
 from oomb.config import OFFLOADED_STATES
 from oomb.forecast import machine_named
-from oomb.metrics import GIB
 from oomb.optim import OffloadedAdamW
+from oomb.utils.metrics import GIB
 
 H200 = machine_named("H200", 100 * GIB)
 

@@ -20,9 +20,9 @@ import oomb
 from oomb import panel, presets, progress
 from oomb.forecast import PEAK_TFLOPS
 from oomb.interrupts import StopRequested
-from oomb.metrics import GIB, JsonLines, MemoryMeter
 from oomb.panel import View, lines_of, sparkline
 from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
+from oomb.utils.metrics import GIB, JsonLines, MemoryMeter
 
 TOY = [
     "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--output_dir", "out",

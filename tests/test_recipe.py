@@ -20,9 +20,9 @@ from test_plan import TINY
 from oomb import planner, recipe
 from oomb.config import Config, parse_bytes
 from oomb.forecast import OPTIMIZERS, Machine, Plan, forecast, machine_named
-from oomb.metrics import GIB
 from oomb.plan import ModelFacts, place
 from oomb.recipe import Answer, Recipe, answer
+from oomb.utils.metrics import GIB
 
 MIB = 1 << 20
 ADAPTED = replace(

@@ -16,8 +16,8 @@ from oomb.forecast import Machine, forecast
 from oomb.inputs import Batch
 from oomb.memory.pages import GPU
 from oomb.memory.rows import row_bytes
-from oomb.metrics import GIB
 from oomb.planner import facts_for
+from oomb.utils.metrics import GIB
 
 SPARSE = {"chunk_size": 256, "page_size": 64, "page_budget": 3}
 

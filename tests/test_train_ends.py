@@ -26,10 +26,10 @@ from waiting import HANG_S
 
 from oomb import checkpoints, presets
 from oomb.interrupts import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
-from oomb.metrics import JsonLines
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs, run, timed
 from oomb.train.timed import TimedCheckpoints
+from oomb.utils.metrics import JsonLines
 
 ROOT = Path(__file__).parents[1]
 TOY = [*TOY_RUN, "--max_steps", "3"]

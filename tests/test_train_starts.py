@@ -20,7 +20,7 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, lock, presets
+from oomb import checkpoints, presets
 from oomb.data.opening import load
 from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
@@ -29,6 +29,7 @@ from oomb.train import outputs, prepare
 from oomb.train import run as run_module
 from oomb.train.settings import Settings
 from oomb.trainer import Trainer
+from oomb.utils import lock
 
 TOY = [
     "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "2", "--device", "cpu",

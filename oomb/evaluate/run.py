@@ -30,8 +30,8 @@ from oomb.evaluate.adapters import base_of, with_adapters
 from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.samples import sample_text
-from oomb.metrics import machine
 from oomb.panel import PLAIN_INTERVAL_S, bytes_bar
+from oomb.utils.metrics import machine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oomb.metrics import GIB
 from oomb.report.chart import Chart, Series, percent, plain, tokens
 from oomb.report.run import Run, number
+from oomb.utils.metrics import GIB
 
 STEP = "step"
 NEEDLE_ROW = ("length", "accuracy")

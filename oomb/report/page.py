@@ -7,11 +7,11 @@ from html import escape
 from pathlib import Path
 
 from oomb import __version__
-from oomb.metrics import gib, seconds
 from oomb.report.figures import WHEN, training_charts
 from oomb.report.parts import charts, evaluation, samples, settings, steps, tiers
 from oomb.report.run import METRICS, Run, dictionary, number, read_eval, read_run
 from oomb.report.style import STYLE
+from oomb.utils.metrics import gib, seconds
 
 LAST_STEPS = 5
 """The final training loss is their mean: that of a single step is a matter of luck."""

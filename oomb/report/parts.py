@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from oomb.metrics import gib
 from oomb.report.chart import Chart, plain, svg, tokens
 from oomb.report.figures import WHEN, needle_cells, needle_chart, position_buckets, position_chart
 from oomb.report.run import Run, dictionary, number
+from oomb.utils.metrics import gib
 
 MOST_ROWS = 200
 """In the table of steps. Of more, as many at equal distances."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from oomb.config import parse_bytes
-from oomb.metrics import GIB
 from oomb.presets import near_paths
+from oomb.utils.metrics import GIB
 
 METRICS = "metrics.jsonl"
 OPENING = '{"event": '

@@ -23,9 +23,7 @@ from oomb.data.finding import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
 from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
-from oomb.lock import locked
 from oomb.memory.slabs import free_host_bytes
-from oomb.metrics import JsonLines, MemoryMeter, gib, machine
 from oomb.panel import bytes_bar
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
@@ -37,6 +35,8 @@ from oomb.train.probe import Probe
 from oomb.train.settings import AUTO, Settings
 from oomb.train.timed import KEPT, TimedCheckpoints
 from oomb.trainer import Trainer
+from oomb.utils.lock import locked
+from oomb.utils.metrics import JsonLines, MemoryMeter, gib, machine
 
 EXIT_NOT_AS_ASKED = 1
 """What was trained is saved, but not where it was to be, or an error ended training early."""

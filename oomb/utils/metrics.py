@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 def source() -> str:
     """A fingerprint of the package's own code: equal where the code is, whatever git says of the folder it lies in."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         found.update(f"{path.relative_to(package).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -57,7 +57,7 @@ def source() -> str:
 
 def _commit() -> str | None:
     """The commit that the code stands at, where it runs out of a clone."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
