@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oomb.inputs import Batch, check_length
-from oomb.loss import IGNORED
+from oomb.ops.logprob import IGNORED
 
 
 def lay_out(lengths: Sequence[int], chunk_size: int, may_share: bool = True) -> list[list[int]]:

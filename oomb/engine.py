@@ -29,10 +29,10 @@ from oomb.config import Config
 from oomb.documents import Given, read
 from oomb.grads import collecting, float32_sums_fit, refuse_hooks
 from oomb.inputs import Batch
-from oomb.loss import TiledHead
 from oomb.memory.store import PageStore
 from oomb.model import CausalLM, callers_autocast, one_at_a_time
 from oomb.model_state import ModelState
+from oomb.ops.logprob import TiledHead
 from oomb.plan import Placement
 
 RECOMPILE_LIMIT = 64

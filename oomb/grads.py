@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from oomb.rounding import add_, mix
+from oomb.ops.rounding import add_, mix
 
 
 @contextmanager

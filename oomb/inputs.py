@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oomb.loss import IGNORED
+from oomb.ops.logprob import IGNORED
 
 
 @dataclass(frozen=True)

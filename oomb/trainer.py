@@ -15,8 +15,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import OFFLOADED_STATES, Config, parse_optim_args
 from oomb.engine import Engine
-from oomb.loss import IGNORED
 from oomb.model import is_checkpointing, is_running, switch_checkpointing
+from oomb.ops.logprob import IGNORED
 from oomb.optim import OffloadedAdamW
 from oomb.refusals import unwrap
 from oomb.resuming import AtomicCheckpoints

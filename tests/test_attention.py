@@ -14,7 +14,8 @@ import torch
 from families import relative_error
 from torch import Tensor
 
-from oomb.attention import chunk, combine, kernels, reference
+from oomb.attention import chunk, kernels, reference
+from oomb.ops import merge
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -129,7 +130,7 @@ def test_segments_merge_to_the_whole(cuts: list[int], softcap: float | None) -> 
     out, lse = None, None
     for a, b, part in parts:
         o, part_lse = reference.forward(q, k[:, :, a:b], v[:, :, a:b], **part)
-        out, lse = (o, part_lse) if out is None else combine.merge(out, lse, o, part_lse)
+        out, lse = (o, part_lse) if out is None else merge.merge(out, lse, o, part_lse)
     expected_out, expected_lse = naive(q, k, v, causal=True, **mask)
     assert_close(out, expected_out)
     assert_close(lse, expected_lse)
@@ -149,7 +150,7 @@ def test_merge_is_symmetric_and_keeps_a_dominant_part() -> None:
     one, two = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     low, high = torch.full(shape[:3], -800.0).double(), torch.full(shape[:3], 800.0).double()
     for first, second in (((one, low), (two, high)), ((two, high), (one, low))):
-        out, lse = combine.merge(first[0].clone(), first[1], second[0].clone(), second[1])
+        out, lse = merge.merge(first[0].clone(), first[1], second[0].clone(), second[1])
         assert torch.equal(out, two) and torch.equal(lse, high)
 
 
@@ -259,7 +260,7 @@ def check_kernel(
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
     other = reference.forward(exact[0], *exact[4:], **{**mask, "causal": False, "window": None})
-    merged_out, merged_lse = combine.merge(expected_out.clone(), expected_lse, *other)
+    merged_out, merged_lse = merge.merge(expected_out.clone(), expected_lse, *other)
     shares = kernel.backward(dout, q, k, v, merged_out.to(dtype), merged_lse.to(lse.dtype), **mask)
     expected = reference.backward(exact[3], *exact[:3], merged_out, merged_lse, **mask)
     for actual, reference_share in zip(shares, expected, strict=True):

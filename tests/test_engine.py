@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import oomb.loss
+import oomb.ops.logprob
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

@@ -21,7 +21,7 @@ import sparse_tables
 import typer
 
 import oomb
-from oomb.attention import select
+from oomb.ops import page_scores
 
 SHAPE = {"chunk_size": 16, "page_size": 4}
 
@@ -210,13 +210,13 @@ def test_the_documents_say_nothing_before_it_is_measured(
 def test_summaries_are_stored_as_asked_for(
     command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, file: str
 ) -> None:
-    dtypes, summarise = [], select.summarise
+    dtypes, summarise = [], page_scores.summarise
 
     def note(k: torch.Tensor, page_size: int, num_means: int, out: torch.Tensor) -> None:
         dtypes.append(out.dtype)
         summarise(k, page_size, num_means, out)
 
-    monkeypatch.setattr(select, "summarise", note)
+    monkeypatch.setattr(page_scores, "summarise", note)
     monkeypatch.chdir(tmp_path)
     shape = arguments(Path("unused"))
     del shape[shape.index("--out") :]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomb import moments
+from oomb.ops import moments
 from oomb.optim import OffloadedAdamW
 
 

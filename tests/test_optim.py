@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import oomb
-from oomb import moments
 from oomb import optim as optim_module
+from oomb.ops import moments
 from oomb.optim import OffloadedAdamW
 
 STEPS = 20

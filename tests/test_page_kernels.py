@@ -15,11 +15,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import oomb
-from oomb import plan, triton_kernels
-from oomb.attention import reference, sparse, sparse_reference
+from oomb import plan
+from oomb.attention import reference, sparse
 from oomb.memory import batch
 from oomb.memory import chosen as chosen_module
 from oomb.memory.chosen import ChosenPages, PageView
+from oomb.ops import page_attention_reference
+from oomb.ops.triton_kernels import elementwise
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -110,7 +112,7 @@ def clean(grads: PageView, B: int) -> PageView:
     """The same with nothing where nobody has touched: what the reference may add to."""
     base = grads.base.clone().view(-1, grads.page_size, grads.row_size)
     places = grads.offsets_P // base[0].numel()
-    for field in sparse_reference.fields(grads, base, B):
+    for field in page_attention_reference.fields(grads, base, B):
         for b, page in (grads.touched_BP == 0).nonzero().tolist():
             field[places[page], :, b] = 0
     return replace(grads, base=base.flatten())
@@ -129,7 +131,7 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
     gaps = {"has_gaps": not case.full}
     out, lse = sparse.launch_forward(q, pages, chosen, own, own_lse, **settings, **gaps)
-    expected_out, expected_lse = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    expected_out, expected_lse = page_attention_reference.forward(q, pages, chosen, own, own_lse, **settings)
     assert relative_error(out, expected_out) < tolerance
     assert relative_error(lse, expected_lse) < max(1e-5, tolerance / 10)
 
@@ -138,7 +140,9 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
     merged = (expected_out * (expected_lse - whole).exp().unsqueeze(-1)).to(dtype)
     own_dq = torch.randn_like(q)
     dq, delta = sparse.launch_dq(dout, q, pages, chosen, merged, whole, own_dq, **settings, **gaps)
-    expected_dq, expected_rows = sparse_reference.backward(dout, q, pages, chosen, merged, whole, own_dq, **settings)
+    expected_dq, expected_rows = page_attention_reference.backward(
+        dout, q, pages, chosen, merged, whole, own_dq, **settings
+    )
     assert relative_error(dq, expected_dq) < 2 * tolerance
     assert relative_error(delta, (dout.float() * merged.float()).sum(-1)) < 2 * tolerance
     grads = grad_pages(pages, torch.float32)
@@ -150,8 +154,8 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
         read[b, chosen[b][chosen[b] >= 0].long()] = True
     inside = torch.arange(len(raw) * case.S, device=DEVICE).view(len(raw), case.S) < case.length
     mask = (read.T[:, None, :] & inside[..., None])[..., None, None]
-    shares = torch.zeros_like(raw).index_copy(0, sparse_reference.used(chosen), expected_rows)
-    by_field = (sparse_reference.fields(pages, x, case.B) for x in (rows_of(grads), raw, before, shares))
+    shares = torch.zeros_like(raw).index_copy(0, page_attention_reference.used(chosen), expected_rows)
+    by_field = (page_attention_reference.fields(pages, x, case.B) for x in (rows_of(grads), raw, before, shares))
     for now, as_it_was, counted, share in zip(*by_field, strict=True):
         assert relative_error((now - counted) * mask, share * mask) < 2 * tolerance
         assert torch.equal(torch.where(mask, 0, now), torch.where(mask, 0, as_it_was)), "what nobody read is left alone"
@@ -213,15 +217,17 @@ def test_pages_in_another_precision(dtype: torch.dtype) -> None:
     pages = replace(pages, base=pages.base.to(dtype))
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": 16}
     found = sparse.launch_forward(q, pages, chosen, own, own_lse, **settings)
-    expected = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    expected = page_attention_reference.forward(q, pages, chosen, own, own_lse, **settings)
     for x, y in zip(found, expected, strict=True):
         assert relative_error(x, y) < 1e-5
     dq, delta = sparse.launch_dq(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
-    expected_dq, rows = sparse_reference.backward(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
+    expected_dq, rows = page_attention_reference.backward(
+        dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings
+    )
     assert relative_error(dq, expected_dq) < 1e-5
     grads = replace(grad_pages(pages, torch.float32), touched_BP=torch.zeros_like(pages.touched_BP))
     sparse.launch_dkv(dout, q, pages, chosen, expected[1], delta, grads, **settings)
-    assert relative_error(rows_of(grads)[sparse_reference.used(chosen)], rows) < 1e-5
+    assert relative_error(rows_of(grads)[page_attention_reference.used(chosen)], rows) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
@@ -229,7 +235,7 @@ def test_short_gradients_are_rounded_at_random(dtype: torch.dtype) -> None:
     """In the mean over seeds they are what float32 ones are."""
     case = Case(K=2, G=2, T=32, D=16, S=16, length=48, C=2, full=True)
     q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
-    out, lse = sparse_reference.forward(q, pages, chosen, own, own_lse, scale=0.3, tile_size=16)
+    out, lse = page_attention_reference.forward(q, pages, chosen, own, own_lse, scale=0.3, tile_size=16)
     delta = (dout * out).sum(-1)
     wide = clean(grad_pages(pages, torch.float32), 1)
     start = replace(wide, base=wide.base.to(dtype), touched_BP=torch.ones_like(wide.touched_BP))
@@ -248,11 +254,11 @@ def test_every_page_chosen_is_dense_attention() -> None:
     case = Case(B=2, K=2, G=2, T=40, D=8, S=16, length=70, C=5, full=True)
     q, _, pages, _, own, own_lse = case.make(torch.float64)
     chosen = torch.arange(5, device=DEVICE).expand(2, 3, 5).int()
-    out, lse = sparse_reference.forward(
+    out, lse = page_attention_reference.forward(
         q, pages, chosen, torch.zeros_like(own), torch.full_like(own_lse, -torch.inf).double(), scale=0.3, tile_size=16
     )
     rows = rows_of(pages).flatten(0, 1)[:70]
-    k, v = (x.permute(1, 2, 0, 3) for x in sparse_reference.fields(pages, rows, 2))
+    k, v = (x.permute(1, 2, 0, 3) for x in page_attention_reference.fields(pages, rows, 2))
     expected_out, expected_lse = reference.forward(q, k, v, scale=0.3, causal=False)
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(lse, expected_lse)
@@ -279,8 +285,8 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     moved = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     chosen = torch.tensor([7, 2, 4, 7, -1, 4, 8], dtype=torch.int16, device=DEVICE)
     touched = torch.tensor([[0] * 9, [1, 1, 1, 1, 1, 1, 1, 0, 1]], dtype=torch.uint8, device=DEVICE)
-    triton_kernels.mark_kernel[(2,)](places, chosen, len(chosen), edge, TILE=4)
-    triton_kernels.number_kernel[(1,)](
+    elementwise.mark_kernel[(2,)](places, chosen, len(chosen), edge, TILE=4)
+    elementwise.number_kernel[(1,)](
         places, which, count, moved, touched, buffer.data_ptr(), 4 * words, 4 * words, edge, P, 2, P, TILE=4
     )
     pages = [p for p in (2, 4, 7, 8) if p >= edge]
@@ -288,13 +294,13 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     for p in range(P):
         here = buffer.data_ptr() + 4 * words * pages.index(p) if p in pages else int(table[p])
         assert int(places[p]) == here
-    triton_kernels.move_kernel[(3,)](which, count, table, buffer, touched, words, 2, P, OUT=False, TILE=16)
+    elementwise.move_kernel[(3,)](which, count, table, buffer, touched, words, 2, P, OUT=False, TILE=16)
     for i, p in enumerate(pages):
         assert (buffer[i] == (away[p] if p != 7 else -1)).all(), "a page that holds nothing stays away"
     buffer.add_(1000)
     expected = away.clone()
     expected[pages] = buffer[: len(pages)]
-    triton_kernels.move_kernel[(3,)](which, count, table, buffer, touched, words, 0, 0, OUT=True, TILE=16)
+    elementwise.move_kernel[(3,)](which, count, table, buffer, touched, words, 0, 0, OUT=True, TILE=16)
     assert torch.equal(away, expected)
 
 

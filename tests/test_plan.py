@@ -13,7 +13,7 @@ from families import FAMILIES, SIZES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb import activations, advice, loss, planner
+from oomb import activations, advice, planner
 from oomb import forecast as forecasting
 from oomb.advice import decide, longest_context
 from oomb.config import Config, parse_bytes
@@ -21,6 +21,7 @@ from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast, machine_named
 from oomb.memory.pages import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
+from oomb.ops import logprob
 from oomb.plan import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
 from oomb.utils.metrics import GIB
 
@@ -71,7 +72,7 @@ def bytes_of(placement: Placement | Plan, tier: str) -> int:
 
 
 def test_constants_are_those_of_the_code_they_describe() -> None:
-    assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (loss.PLAIN_TILE, loss.FUSED_TILE)
+    assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (logprob.PLAIN_TILE, logprob.FUSED_TILE)
     rates = forecasting.MATRIX_TFLOPS * 1e12 / forecasting.LINK_BYTES_PER_SECOND
     assert pytest.approx(rates, rel=0.01) == OPERATIONS_PER_BYTE
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomb import rounding
-from oomb.rounding import accumulate_, accumulate_reference, add_
+from oomb.ops import rounding
+from oomb.ops.rounding import accumulate_, accumulate_reference, add_
 
 
 def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oomb.attention import select
-from oomb.attention.select import Rule
 from oomb.config import MEANS_OF_RULE, means_per_page
+from oomb.ops import page_scores
+from oomb.ops.page_scores import Rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 FP8 = torch.float8_e4m3fn
-RULES = {name: select.rule_named(name, 64) for name in MEANS_OF_RULE}
+RULES = {name: page_scores.rule_named(name, 64) for name in MEANS_OF_RULE}
 Shape = tuple[int, int, int, int, int, int, int, Rule]
 """B, K, group, T, D, tile_size, P, rule."""
 
@@ -55,12 +55,12 @@ def queries_and_means(shape: Shape, q_dtype: torch.dtype, means_dtype: torch.dty
 def launch(q: Tensor, means: Tensor, rule: Rule, tile_size: int, scale: float | None = None) -> Tensor:
     pytest.importorskip("triton")
     scale = scale or q.shape[3] ** -0.5
-    return select.launch_interest(q, means, rule=rule, scale=scale, tile_size=tile_size)
+    return page_scores.launch_interest(q, means, rule=rule, scale=scale, tile_size=tile_size)
 
 
 def expected_interest(q: Tensor, means: Tensor, rule: Rule, tile_size: int, scale: float | None = None) -> Tensor:
     scale = scale or q.shape[3] ** -0.5
-    return select.interest_reference(q.cpu(), means.cpu(), rule=rule, scale=scale, tile_size=tile_size).to(DEVICE)
+    return page_scores.interest_reference(q.cpu(), means.cpu(), rule=rule, scale=scale, tile_size=tile_size).to(DEVICE)
 
 
 def assert_same_interest(found: Tensor, expected: Tensor) -> None:
@@ -87,7 +87,7 @@ def test_interest_in_tiles_of_128(rule: Rule, poisoned_empty: None) -> None:
 def test_interest_in_any_number_of_splits(
     wanted_programs: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
-    monkeypatch.setattr(select, "WANTED_PROGRAMS", wanted_programs)
+    monkeypatch.setattr(page_scores, "WANTED_PROGRAMS", wanted_programs)
     shape = (1, 2, 1, 20, 64, 16, 81, Rule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, FP8)
     assert_same_interest(launch(q, means, shape[7], 16), expected_interest(q, means, shape[7], 16))
@@ -97,7 +97,7 @@ def test_reference_asks_one_query_after_the_other() -> None:
     shape = (2, 2, 3, 37, 16, 16, 5, Rule(3, 5, True))
     B, K, group, _, _, tile_size, P, rule = shape
     q, means = queries_and_means(shape, torch.float64, torch.float64)
-    found = select.interest(q, means, rule=rule, scale=0.3, tile_size=tile_size)
+    found = page_scores.interest(q, means, rule=rule, scale=0.3, tile_size=tile_size)
     expected = torch.zeros(B, 3, P, device=DEVICE, dtype=torch.float64)
     # A tile of 16 asks at 16/5, 32/5, 48/5, 64/5 and 16 less one, rounded down; the last one has five queries.
     for t in [2, 5, 8, 11, 15, 18, 21, 24, 27, 31, 32, 33, 34, 35, 36]:
@@ -128,13 +128,13 @@ def test_interest_is_the_same_every_time() -> None:
     assert torch.equal(launch(q, means, SHAPES[0][7], 32), launch(q, means, SHAPES[0][7], 32))
 
 
-@pytest.mark.parametrize("compute", [select.interest, select.launch_interest])
+@pytest.mark.parametrize("compute", [page_scores.interest, page_scores.launch_interest])
 def test_no_pages_yet(compute: Callable[..., Tensor]) -> None:
     pytest.importorskip("triton")
     q, means = queries_and_means(SHAPES[0], torch.float16, FP8)
     nothing = compute(q, means[:, :, :0], rule=RULES["mass"], scale=1.0, tile_size=32)
     assert nothing.shape == (1, 4, 0)
-    assert select.choose(nothing, 3, has_sink=True).shape == (1, 4, 0)
+    assert page_scores.choose(nothing, 3, has_sink=True).shape == (1, 4, 0)
 
 
 @pytest.mark.gpu
@@ -144,7 +144,7 @@ def test_interest_takes_little_memory() -> None:
     means = normal(1, 4, 32768, 128, dtype=FP8)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    select.interest(q, means, rule=RULES["mass"], scale=0.1, tile_size=128)
+    page_scores.interest(q, means, rule=RULES["mass"], scale=0.1, tile_size=128)
     assert torch.cuda.max_memory_allocated() - before < 3 << 20
 
 
@@ -158,7 +158,7 @@ def test_asked_queries_are_evenly_spread(tile_size: int, num_queries: int | None
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_no_split_is_empty(programs: int, mean_tiles: int) -> None:
-    splits = select._num_splits(programs, mean_tiles)
+    splits = page_scores._num_splits(programs, mean_tiles)
     assert splits.bit_count() == 1 and splits <= mean_tiles
 
 
@@ -174,7 +174,7 @@ def test_choose_is_the_naive_choice(data: st.DataObject) -> None:
     value = st.one_of(st.sampled_from([0.0, 1e-40, 0.5, 1.0]), st.floats(0, 1e4, width=32))
     rows = data.draw(st.lists(st.lists(value, min_size=num_pages, max_size=num_pages), min_size=1, max_size=4))
     budget, has_sink = data.draw(st.integers(1, 50)), data.draw(st.booleans())
-    chosen = select.choose(torch.tensor([rows], device=DEVICE), budget, has_sink)
+    chosen = page_scores.choose(torch.tensor([rows], device=DEVICE), budget, has_sink)
     assert chosen.dtype == torch.int32
     assert chosen[0].tolist() == [naive_choice(row, budget, has_sink) for row in rows]
 
@@ -185,7 +185,7 @@ def test_budget_and_sink(budget: int, has_sink: bool) -> None:
     interest = torch.rand(2, 3, 9, device=DEVICE) + 0.1
     interest[:, :, 0] = 0.0
     before = interest.clone()
-    chosen = select.choose(interest, budget, has_sink)
+    chosen = page_scores.choose(interest, budget, has_sink)
     assert chosen.shape == (2, 3, min(budget, 9)) and (chosen.diff(dim=-1) > 0).all()
     assert (chosen == 0).any(-1).all() == (has_sink or budget >= 9)
     assert torch.equal(interest, before), "the interest is left as it was"
@@ -202,12 +202,12 @@ def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: R
         keys[:, :, page] += direction
     q = directions.repeat_interleave(tile_size, 0).expand(1, 6, -1, -1).half()
     means = torch.empty(1, 2, num_pages * rule.num_means, 64, dtype=means_dtype, device=DEVICE)
-    select.summarise(keys.flatten(2, 3).half(), page_size, rule.num_means, means)
+    page_scores.summarise(keys.flatten(2, 3).half(), page_size, rule.num_means, means)
     for interest in (
-        select.interest(q, means, rule=rule, scale=0.125, tile_size=tile_size),
+        page_scores.interest(q, means, rule=rule, scale=0.125, tile_size=tile_size),
         launch(q, means, rule, tile_size, scale=0.125),
     ):
-        chosen = select.choose(interest, 2 if rule.has_sink else 1, rule.has_sink)
+        chosen = page_scores.choose(interest, 2 if rule.has_sink else 1, rule.has_sink)
         assert chosen.tolist() == [[[0, page] if rule.has_sink else [page] for page in sought]]
 
 
@@ -215,7 +215,7 @@ def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: R
 def test_summarise_writes_means_into_a_part_of_the_table(dtype: torch.dtype) -> None:
     k = normal(2, 24, 3, 8, dtype=dtype).transpose(1, 2)
     table = torch.full((2, 3, 20, 8), 7.0, dtype=dtype, device=DEVICE)
-    select.summarise(k, page_size=12, num_means=3, out_BKMD=table[:, :, 4:10])
+    page_scores.summarise(k, page_size=12, num_means=3, out_BKMD=table[:, :, 4:10])
     for mean in range(6):
         expected = k[:, :, 4 * mean : 4 * mean + 4].double().mean(2).to(dtype)
         torch.testing.assert_close(table[:, :, 4 + mean], expected)
@@ -226,14 +226,14 @@ def test_summarise_writes_means_into_a_part_of_the_table(dtype: torch.dtype) -> 
 def test_means_stay_in_range(dtype: torch.dtype, largest: float) -> None:
     k = torch.tensor([1e6, -1e6, largest, largest * 1.1, 0.3125, 2**-9], device=DEVICE).expand(1, 1, 4, 6)
     means = torch.empty(1, 1, 2, 6, dtype=dtype, device=DEVICE)
-    select.summarise(k, page_size=2, num_means=1, out_BKMD=means)
+    page_scores.summarise(k, page_size=2, num_means=1, out_BKMD=means)
     assert means.float()[0, 0].tolist() == [[largest, -largest, largest, largest, 0.3125, 2**-9]] * 2
 
 
 def test_means_that_do_not_share_a_page_evenly() -> None:
     out = torch.empty(1, 1, 4, 8)
     with pytest.raises(ValueError, match="means_per_page"):
-        select.summarise(torch.zeros(1, 1, 6, 8), page_size=6, num_means=4, out_BKMD=out)
+        page_scores.summarise(torch.zeros(1, 1, 6, 8), page_size=6, num_means=4, out_BKMD=out)
     with pytest.raises(ValueError, match="whole pages"):
-        select.summarise(torch.zeros(1, 1, 7, 8), page_size=6, num_means=2, out_BKMD=out)
+        page_scores.summarise(torch.zeros(1, 1, 7, 8), page_size=6, num_means=2, out_BKMD=out)
     assert [means_per_page("mass", size) for size in (128, 6, 7, 1)] == [2, 2, 1, 1]

@@ -28,12 +28,13 @@ pytest.importorskip("triton")
 from followed import Kernel, follow, memory_for
 
 import oomb
-from oomb import plan, triton_kernels
+from oomb import plan
 from oomb.attention import sparse
 from oomb.memory import batch
 from oomb.memory.chosen import ChosenPages
 from oomb.memory.slabs import Tiers
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
+from oomb.ops.triton_kernels import elementwise
 
 LENGTH = 74
 SIZES: dict[str, Any] = {"chunk_size": 16, "page_size": 8, "page_budget": 3}
@@ -370,7 +371,7 @@ def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ChosenPages, "_page_bytes", lambda *args: 2**30)
             patch.setattr(ChosenPages, "_parts", lambda *args: (count, count, count, torch.arange(6)))
-            patch.setattr(triton_kernels, "move_kernel", Kernel(lambda *args, **settings: None))
+            patch.setattr(elementwise, "move_kernel", Kernel(lambda *args, **settings: None))
             return send(self, *args)
 
     monkeypatch.setattr(ChosenPages, "_store", send_much)

@@ -14,10 +14,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from oomb import rounding
-from oomb.attention import combine
 from oomb.memory.rows import Row
-from oomb.triton_kernels import mixed_bits
+from oomb.ops import merge, rounding
+from oomb.ops.triton_kernels.elementwise import mixed_bits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -38,8 +37,8 @@ def partial_result(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tupl
 def test_merge(shape: tuple[int, int, int, int], wide_first: bool, dtype: torch.dtype, poisoned_empty: None) -> None:
     out, lse = partial_result(shape, torch.float32 if wide_first else HALF)
     out2, lse2 = partial_result(shape, HALF)
-    merged, merged_lse = combine._launch(out, out2, dtype, lse, lse2)
-    expected, expected_lse = combine.merge_reference(out, lse, out2, lse2, dtype)
+    merged, merged_lse = merge._launch(out, out2, dtype, lse, lse2)
+    expected, expected_lse = merge.merge_reference(out, lse, out2, lse2, dtype)
     assert merged.dtype == dtype and merged_lse.dtype == torch.float32
     torch.testing.assert_close(merged, expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
     torch.testing.assert_close(merged_lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -49,7 +48,7 @@ def test_merge_of_far_apart_lses() -> None:
     """A run that carries no weight must not turn the result into NaN."""
     out, lse = partial_result((1, 2, 5, 64), HALF)
     out2, lse2 = partial_result((1, 2, 5, 64), HALF)
-    merged, merged_lse = combine._launch(out, out2, torch.float32, lse - 1000, lse2 + 1000)
+    merged, merged_lse = merge._launch(out, out2, torch.float32, lse - 1000, lse2 + 1000)
     torch.testing.assert_close(merged, out2.float())
     torch.testing.assert_close(merged_lse, lse2 + 1000)
 
@@ -58,8 +57,8 @@ def test_merge_of_far_apart_lses() -> None:
 def test_sum_of_shares(dtype: torch.dtype, poisoned_empty: None) -> None:
     x, _ = partial_result((2, 3, 37, 80), torch.float32)
     y, _ = partial_result((2, 3, 37, 80), HALF)
-    summed = combine._launch(x, y, dtype)[0]
-    torch.testing.assert_close(summed, combine.add_reference(x, y, dtype), rtol=0, atol=0)
+    summed = merge._launch(x, y, dtype)[0]
+    torch.testing.assert_close(summed, merge.add_reference(x, y, dtype), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("num_elements", [1, 4095, 4096, 10_000])

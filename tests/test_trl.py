@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 import oomb
 import oomb.trl
-from oomb.loss import IGNORED
+from oomb.ops.logprob import IGNORED
 from oomb.trl import Forward, notes_of
 
 trl = pytest.importorskip("trl")

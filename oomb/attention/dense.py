@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from oomb.attention.combine import add, merge
 from oomb.attention.kernels import Ask, Kernel, choose
+from oomb.ops.merge import add, merge
 
 if TYPE_CHECKING:
     from oomb.attention.chunk import Spec

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from oomb.attention import select, sparse_reference
-from oomb.attention.combine import HAS_TRITON
 from oomb.attention.dense import pick
-from oomb.attention.sparse_reference import Pages
-from oomb.rounding import DROPPED_BITS
+from oomb.ops import page_attention_reference, page_scores
+from oomb.ops.merge import HAS_TRITON
+from oomb.ops.page_attention_reference import Pages
+from oomb.ops.rounding import DROPPED_BITS
 
 if TYPE_CHECKING:
     from oomb.attention.chunk import Spec
@@ -75,12 +75,12 @@ class ChosenPast(Protocol):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, past: ChosenPast, spec: Spec) -> tuple[Tensor, Tensor]:
     """Output and lse over the chosen pages and the chunk."""
-    rule, runs = select.rule_named(spec.rule, past.page_size), _runs_kernels(q, spec)
+    rule, runs = page_scores.rule_named(spec.rule, past.page_size), _runs_kernels(q, spec)
     means = past.own_means()
     if means is not None:
-        select.summarise(k, past.page_size, rule.num_means, means)
+        page_scores.summarise(k, past.page_size, rule.num_means, means)
     if past.length and past.choice is None:
-        chosen = select.select(q, past.means(), rule, past.budget, scale=spec.scale, tile_size=past.tile_size)
+        chosen = page_scores.select(q, past.means(), rule, past.budget, scale=spec.scale, tile_size=past.tile_size)
         past.remember(chosen, runs)
     # Pages that are not at hand are on their way meanwhile.
     own, own_lse = pick(q, v, 0, spec).forward(q, k, v, scale=spec.scale, softcap=spec.softcap, causal=True)
@@ -90,7 +90,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, past: ChosenPast, spec: Spec) -> tu
     with past.pages() as pages:
         if runs:
             return launch_forward(q, pages, past.choice, own, own_lse, **settings)
-        return sparse_reference.forward(q, pages, past.choice, own, own_lse, **settings, softcap=spec.softcap)
+        return page_attention_reference.forward(q, pages, past.choice, own, own_lse, **settings, softcap=spec.softcap)
 
 
 def backward(
@@ -107,10 +107,10 @@ def backward(
             dq, delta = launch_dq(dout, q, pages, past.choice, out, lse, dq, **settings)
             launch_dkv(dout, q, pages, past.choice, lse, delta, grads, **settings)
         else:
-            dq, drows = sparse_reference.backward(
+            dq, drows = page_attention_reference.backward(
                 dout, q, pages, past.choice, out, lse, dq, **settings, softcap=spec.softcap
             )
-            sparse_reference.add_grads(grads, drows, past.choice, grads.touched_BP, grads.seed)
+            page_attention_reference.add_grads(grads, drows, past.choice, grads.touched_BP, grads.seed)
     return dq, dk, dv
 
 
@@ -131,7 +131,7 @@ def launch_forward(
     has_gaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`has_gaps`: some entries of `chosen` may be -1."""
-    from oomb.triton_pages import forward_kernel
+    from oomb.ops.triton_kernels.page_attention import forward_kernel
 
     B, H, T, D = q.shape
     # [B, T, H, D] in memory, as models go on with it.
@@ -164,7 +164,7 @@ def launch_dq(
     has_gaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """dq, that of `own` included, and delta [B, H, T]: the sum of dout * out over a row."""
-    from oomb.triton_pages import dq_kernel
+    from oomb.ops.triton_kernels.page_attention import dq_kernel
 
     B, H, T, D = q.shape
     dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -195,7 +195,7 @@ def launch_dkv(
     tile_size: int,
 ) -> None:
     """Adds dk and dv to the gradient pages, which are numbered as those of K and V."""
-    from oomb.triton_pages import dkv_kernel
+    from oomb.ops.triton_kernels.page_attention import dkv_kernel
 
     _, H, T, D = q.shape
     num_pages, num_tiles = len(pages.offsets_P), chosen_BNC.shape[1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oomb.evaluate.passes import as_evaluated
-from oomb.loss import IGNORED
+from oomb.ops.logprob import IGNORED
 
 if TYPE_CHECKING:
     from oomb.engine import Engine

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oomb.memory.chosen import PageView
 from oomb.memory.rows import GRAD, KV
-from oomb.rounding import mix
+from oomb.ops.rounding import mix
 
 if TYPE_CHECKING:
     from oomb.memory.store import PageStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomb.quantise import SCALE_DTYPE, dequantise, quantise
+from oomb.ops.int8 import SCALE_DTYPE, dequantise, quantise
 
 KV, GRAD, OUT = "kv", "grad", "out"
 """The kinds of pages: K and V; their gradients; attention outputs and their lse."""

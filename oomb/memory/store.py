@@ -39,7 +39,7 @@ from oomb.memory.rows import (
 )
 from oomb.memory.slabs import Holding, Tiers
 from oomb.memory.transfer import Copies, Event, Load, Ring, Work
-from oomb.rounding import accumulate_, mix
+from oomb.ops.rounding import accumulate_, mix
 
 
 @dataclass(frozen=True)

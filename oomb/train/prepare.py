@@ -22,7 +22,7 @@ from oomb import presets
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.data.opening import open_dataset, unchecked
 from oomb.data.tokens import Split
-from oomb.loss import IGNORED
+from oomb.ops.logprob import IGNORED
 from oomb.quantised import bits_config
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.trainer import Trainer

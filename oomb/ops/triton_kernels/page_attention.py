@@ -12,7 +12,7 @@ exist: entries of -1, tokens from `length` on, rows past the end of a page. With
 import triton
 import triton.language as tl
 
-from oomb.triton_kernels import round_at_random
+from oomb.ops.triton_kernels.elementwise import round_at_random
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

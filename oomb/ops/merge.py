@@ -54,7 +54,7 @@ def _use_triton(x: Tensor) -> bool:
 def _launch(
     x: Tensor, y: Tensor, dtype: torch.dtype, lse_x: Tensor | None = None, lse_y: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    from oomb.triton_kernels import combine_kernel
+    from oomb.ops.triton_kernels.elementwise import combine_kernel
 
     B, H, T, D = y.shape
     assert x.stride(-1) == y.stride(-1) == 1

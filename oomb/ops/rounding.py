@@ -78,7 +78,7 @@ def accumulate_reference(total: Tensor, share: Tensor, random_bits: Tensor | Non
 
 
 def launch_accumulate(total: Tensor, share: Tensor, seed: int) -> None:
-    from oomb.triton_kernels import accumulate_kernel
+    from oomb.ops.triton_kernels.elementwise import accumulate_kernel
 
     B, K, T, D = total.shape
     assert total.stride(-1) == share.stride(-1) == 1 and total.numel() < 2**31
@@ -90,7 +90,7 @@ def launch_accumulate(total: Tensor, share: Tensor, seed: int) -> None:
 
 
 def launch_add(total: Tensor, share: Tensor, seed: int) -> None:
-    from oomb.triton_kernels import add_share_kernel
+    from oomb.ops.triton_kernels.elementwise import add_share_kernel
 
     tile = 4096
     with torch.cuda.device_of(total):

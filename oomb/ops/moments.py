@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oomb.rounding import DROPPED_BITS, accumulate_reference
+from oomb.ops.rounding import DROPPED_BITS, accumulate_reference
 
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 MOMENTS = ("exp_avg", "exp_avg_sq")

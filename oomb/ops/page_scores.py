@@ -16,8 +16,8 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from oomb.attention.combine import HAS_TRITON
 from oomb.config import means_per_page
+from oomb.ops.merge import HAS_TRITON
 
 LOG2_E = log2(e)
 SINK = 0
@@ -135,7 +135,7 @@ def launch_interest(
     interest_tiling: Tiling | None = None,
 ) -> Tensor:
     """Two passes over the means: the lse of every row, then the shares. No score leaves the kernels."""
-    from oomb.triton_select import interest_kernel, means_lse_kernel, merge_lse_kernel
+    from oomb.ops.triton_kernels.page_scores import interest_kernel, means_lse_kernel, merge_lse_kernel
 
     (B, H, T, D), (K, M) = q_BHTD.shape, means_BKMD.shape[1:3]
     assert q_BHTD.stride(3) == means_BKMD.stride(3) == 1

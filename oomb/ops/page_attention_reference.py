@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from oomb.attention import reference
-from oomb.rounding import DROPPED_BITS, accumulate_reference
+from oomb.ops.rounding import DROPPED_BITS, accumulate_reference
 
 
 class Pages(Protocol):

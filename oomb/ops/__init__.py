@@ -1,0 +1,1 @@
+"""Numeric primitives. Each has a PyTorch reference; some have a Triton kernel."""

@@ -1,0 +1,1 @@
+"""The Triton kernels: the only modules that import triton."""
