@@ -14,7 +14,7 @@ import torch
 from families import relative_error
 from torch import Tensor
 
-from oomb.attention import chunk, kernels, reference
+from oomb.attention import backends, chunk, reference
 from oomb.ops import merge
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -216,8 +216,8 @@ def test_attend_splits_gradients_between_chunk_and_past(
         assert_close(dsinks, expected_grads[3], 1e-11)
 
 
-def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False) -> kernels.Ask:
-    return kernels.Ask(
+def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False) -> backends.Ask:
+    return backends.Ask(
         device=device, dtype=dtype, head_size=head_size, value_size=head_size, window=window, softcap=False
     )
 
@@ -226,15 +226,15 @@ def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("groups", [1, 3, 7, 8])
 def test_cpu_kernel_is_the_reference(groups: int, mask: str, dtype: torch.dtype) -> None:
-    check_kernel(kernels.CPU_FLASH, groups, MASKS[mask], dtype, "cpu", head_size=16)
+    check_kernel(backends.CPU_FLASH, groups, MASKS[mask], dtype, "cpu", head_size=16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("groups", [1, 3, 7, 8])
-@pytest.mark.parametrize("kernel", [kernels.CUDNN, kernels.FLASH], ids=lambda kernel: kernel.name)
-def test_gpu_kernel_is_the_reference(kernel: kernels.Kernel, groups: int, mask: str, head_size: int) -> None:
+@pytest.mark.parametrize("kernel", [backends.CUDNN, backends.FLASH], ids=lambda kernel: kernel.name)
+def test_gpu_kernel_is_the_reference(kernel: backends.Kernel, groups: int, mask: str, head_size: int) -> None:
     missing = kernel.lacks(ask(torch.bfloat16, head_size, device="cuda", window="window" in MASKS[mask]))
     if missing is not None:
         pytest.skip(missing)
@@ -242,7 +242,7 @@ def test_gpu_kernel_is_the_reference(kernel: kernels.Kernel, groups: int, mask: 
 
 
 def check_kernel(
-    kernel: kernels.Kernel, groups: int, mask: dict[str, Any], dtype: torch.dtype, device: str, head_size: int
+    kernel: backends.Kernel, groups: int, mask: dict[str, Any], dtype: torch.dtype, device: str, head_size: int
 ) -> None:
     """A kernel over one run of keys, with the output and lse of a softmax over that run and another one."""
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
@@ -269,8 +269,8 @@ def check_kernel(
 
 def test_a_named_kernel_is_used_or_refused() -> None:
     here = ask(torch.float32, 16, device="cpu")
-    assert kernels.choose("torch", here) is kernels.TORCH
+    assert backends.choose("torch", here) is backends.TORCH
     with pytest.raises(ValueError, match=r"(?s)cudnn.*auto"):
-        kernels.choose("cudnn", here)
+        backends.choose("cudnn", here)
     with pytest.raises(ValueError, match=r"(?s)flash.*auto"):
-        kernels.choose("flash", here)
+        backends.choose("flash", here)

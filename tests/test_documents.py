@@ -16,7 +16,7 @@ from torch import Tensor
 
 import oomb
 from oomb import budget
-from oomb.attention import kernels, packed, reference
+from oomb.attention import backends, packed, reference
 from oomb.attention.chunk import Spec
 from oomb.documents import lay_out
 from oomb.engine import Sequence
@@ -374,9 +374,9 @@ def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
         assert relative_error(actual[name], gradient) <= 0.05, name
 
 
-@pytest.mark.parametrize("kernel", [kernels.FLASH, kernels.CUDNN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [backends.FLASH, backends.CUDNN], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("own", [1, 5])
-def test_gpu_kernels_get_a_contiguous_lse(kernel: kernels.Kernel, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_kernels_get_a_contiguous_lse(kernel: backends.Kernel, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a shared chunk's first document is a part of a wider one. Flash reads it by address, without strides."""
     seen: list[Tensor] = []
 
@@ -385,7 +385,7 @@ def test_gpu_kernels_get_a_contiguous_lse(kernel: kernels.Kernel, own: int, monk
         return args[1], args[2], args[3]
 
     names = "_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"
-    monkeypatch.setattr(kernels, "aten", SimpleNamespace(**dict.fromkeys(names, backward)))
+    monkeypatch.setattr(backends, "aten", SimpleNamespace(**dict.fromkeys(names, backward)))
     x, lse = torch.zeros(1, 3, own, 8), torch.arange(27.0).view(1, 3, 9)[:, :, :own]
     kernel.backward(x, x, x, x, x, lse, scale=1.0, causal=True)
     assert seen[0].is_contiguous() and torch.equal(seen[0].view(1, 3, own), lse)

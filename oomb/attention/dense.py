@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from oomb.attention.kernels import Ask, Kernel, choose
+from oomb.attention.backends import Ask, Kernel, choose
 from oomb.ops.merge import add, merge
 
 if TYPE_CHECKING:

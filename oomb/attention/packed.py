@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomb.attention import dense
-from oomb.attention.kernels import FLASH, flash_mask
+from oomb.attention.backends import FLASH, flash_mask
 
 if TYPE_CHECKING:
     from oomb.attention.chunk import Spec
