@@ -32,7 +32,7 @@ from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.engine import Engine
 from oomb.facts import facts_of
 from oomb.forecast import CONTEXT_BYTES, Machine, Plan, forecast
-from oomb.memory.slabs import free_host_bytes
+from oomb.memory.tiers import free_host_bytes
 from oomb.optim import OffloadedAdamW
 from oomb.options import parse_list, parse_tokens
 from oomb.planner import find_machine

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from oomb.config import Config
     from oomb.engine import Engine
     from oomb.finite import NonFiniteError
-    from oomb.memory.pages import OutOfPages
+    from oomb.memory.pool import OutOfPages
     from oomb.optim import OffloadedAdamW
     from oomb.refusals import UnsupportedModelError
     from oomb.trainer import Trainer
@@ -25,7 +25,7 @@ _HOME = {
     "Engine": "oomb.engine",
     "NonFiniteError": "oomb.finite",
     "OffloadedAdamW": "oomb.optim",
-    "OutOfPages": "oomb.memory.pages",
+    "OutOfPages": "oomb.memory.pool",
     "SFTTrainer": "oomb.trl",
     "Trainer": "oomb.trainer",
     "UnsupportedModelError": "oomb.model",

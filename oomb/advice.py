@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from oomb.config import Config
-from oomb.memory.pages import OutOfPages
+from oomb.memory.pool import OutOfPages
 from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
 from oomb.utils.metrics import GIB, gib
 

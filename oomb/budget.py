@@ -13,11 +13,11 @@ from oomb.advice import decide
 from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.grads import pending_bytes
-from oomb.memory.chosen import Choosing
-from oomb.memory.pages import GPU, HOST, OutOfPages
+from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerSpec, Row, pair
-from oomb.memory.slabs import Tiers, free_host_bytes, usable_gpu_bytes
+from oomb.memory.selected import Choosing
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Tiers, free_host_bytes, usable_gpu_bytes
 from oomb.model import CausalLM, LayerShape
 from oomb.plan import LayerFacts, Placement, choosing
 

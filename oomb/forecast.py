@@ -16,8 +16,8 @@ import torch
 
 from oomb.advice import longest_context
 from oomb.config import OFFLOADED_STATES, TILE_SIZE, Config, means_per_page
-from oomb.memory.pages import GPU, HOST
-from oomb.memory.slabs import GAPS
+from oomb.memory.pool import GPU, HOST
+from oomb.memory.tiers import GAPS
 from oomb.ops.moments import field_sizes
 from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
 from oomb.utils.metrics import GIB, duration, gib

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.memory.pages import OutOfPages
+from oomb.memory.pool import OutOfPages
 from oomb.memory.rows import row_bytes
-from oomb.memory.slabs import GIB, HostSlab, free_gpu_bytes, free_host_bytes
+from oomb.memory.tiers import GIB, HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Ring
 from oomb.ops.moments import MOMENTS, STATE_DTYPES, decoded, encode_, field_sizes, part, rounded_at_random, scale_of
 

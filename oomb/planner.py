@@ -18,8 +18,8 @@ from oomb import presets
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
-from oomb.memory.pages import GPU, HOST
-from oomb.memory.slabs import free_host_bytes
+from oomb.memory.pool import GPU, HOST
+from oomb.memory.tiers import free_host_bytes
 from oomb.plan import MARGIN, ModelFacts, Term, place
 from oomb.recipe import Answer, answer
 from oomb.refusals import UnsupportedModelError, unwrap

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from oomb.engine import Engine
 from oomb.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.interrupts import Interrupts
-from oomb.memory.pages import GPU, HOST
+from oomb.memory.pool import GPU, HOST
 from oomb.panel import PLAIN_INTERVAL_S, LivePanel, View
 from oomb.utils.metrics import JsonLines, MemoryMeter, gib, seconds
 

@@ -89,7 +89,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiers() -> Any:
     """Page memory on the CPU."""
-    from oomb.memory.slabs import Tiers
+    from oomb.memory.tiers import Tiers
 
     return Tiers(torch.device("cpu"))
 

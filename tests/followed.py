@@ -15,10 +15,10 @@ from streams import Clocks
 from torch import Tensor
 
 from oomb.attention import sparse
-from oomb.memory import batch
-from oomb.memory.chosen import ChosenPages, PageView
-from oomb.memory.pages import GPU, HOST
-from oomb.memory.slabs import Tiers
+from oomb.memory import batch_copy
+from oomb.memory.pool import GPU, HOST
+from oomb.memory.selected import ChosenPages, PageView
+from oomb.memory.tiers import Tiers
 from oomb.ops import page_attention_reference
 from oomb.ops.int8 import SCALE_DTYPE, dequantise, quantise
 from oomb.ops.triton_kernels import elementwise
@@ -43,8 +43,8 @@ def follow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
     for name in ("launch_forward", "launch_dq", "launch_dkv"):
         patch.setattr(sparse, name, getattr(memory, name))
-    patch.setattr(batch, "is_available", lambda device: True)
-    patch.setattr(batch, "copy_all", memory.copy_all)
+    patch.setattr(batch_copy, "is_available", lambda device: True)
+    patch.setattr(batch_copy, "copy_all", memory.copy_all)
     for name in ("mark", "number", "move", "widen"):
         patch.setattr(elementwise, f"{name}_kernel", Kernel(getattr(memory, name)))
 

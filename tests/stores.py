@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from oomb.memory.rows import LayerSpec, Row
-from oomb.memory.slabs import Tiers
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Tiers
 
 CPU = torch.device("cpu")
 B, K, H, D, V = 2, 3, 6, 5, 4

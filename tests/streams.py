@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomb.memory.rows import ALIGNMENT, GRAD, KV, OUT
-from oomb.memory.slabs import Tiers
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Copier, Event, Issued, Load, Prefetcher, Ring, Slot, Work
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from oomb.memory import batch
-from oomb.memory.slabs import HostSlab
+from oomb.memory import batch_copy
+from oomb.memory.tiers import HostSlab
 
 
 def numbers(pointer: ctypes.c_void_p, count: int) -> list[int]:
@@ -26,22 +26,22 @@ def test_what_the_driver_is_told(names_failed: bool, code: int, monkeypatch: pyt
         calls.append((numbers(targets, 2), numbers(sources, 2), numbers(sizes, 2), count.value, rest))
         return code
 
-    monkeypatch.setattr(batch, "_function", lambda: (function, names_failed))
+    monkeypatch.setattr(batch_copy, "_function", lambda: (function, names_failed))
     targets, sources = torch.tensor([1 << 40, 7]), torch.tensor([16, 1 << 41])
     if code:
         with pytest.raises(RuntimeError, match=r"refused 2 copies of 96 bytes \(error 1 of CUDA\)"):
-            batch.copy_all(targets, sources, 96, 5)
+            batch_copy.copy_all(targets, sources, 96, 5)
     else:
-        batch.copy_all(targets, sources, 96, 5)
+        batch_copy.copy_all(targets, sources, 96, 5)
     [(*told, rest)] = calls
     assert told == [targets.tolist(), sources.tolist(), [96, 96], 2]
     assert (rest[2].value, rest[-1].value, len(rest)) == (1, 5, 5 if names_failed else 4)
-    batch.copy_all(targets[:0], sources[:0], 96, 5)
+    batch_copy.copy_all(targets[:0], sources[:0], 96, 5)
     assert len(calls) == 1, "nothing is asked for where there is nothing to copy"
 
 
 def test_the_attributes_are_laid_out_as_in_cuda_h() -> None:
-    assert ctypes.sizeof(batch.Attributes) == 24 and batch.Attributes.flags.offset == 20
+    assert ctypes.sizeof(batch_copy.Attributes) == 24 and batch_copy.Attributes.flags.offset == 20
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,14 +49,14 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert batch._function.__wrapped__() is None
+    assert batch_copy._function.__wrapped__() is None
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert batch._function.__wrapped__() is None, "a driver from before CUDA 12.8"
+    assert batch_copy._function.__wrapped__() is None, "a driver from before CUDA 12.8"
 
 
 @pytest.mark.gpu
 def test_bytes_arrive() -> None:
-    assert batch.is_available(torch.device("cuda")) and not batch.is_available(torch.device("cpu"))
+    assert batch_copy.is_available(torch.device("cuda")) and not batch_copy.is_available(torch.device("cpu"))
     device, size, count = torch.device("cuda"), 1040 * 16, 300
     slab = HostSlab(count * size, device)
     slab.bytes.random_(0, 256)
@@ -66,7 +66,7 @@ def test_bytes_arrive() -> None:
     rests = pages.data_ptr() + order * size
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    batch.copy_all(places, rests, size, stream.cuda_stream)
+    batch_copy.copy_all(places, rests, size, stream.cuda_stream)
     stream.synchronize()
     assert torch.equal(here.cpu(), pages[order])
     before = pages.clone()
@@ -75,7 +75,7 @@ def test_bytes_arrive() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         here.bitwise_not_()
-    batch.copy_all(rests, places, size, stream.cuda_stream)
+    batch_copy.copy_all(rests, places, size, stream.cuda_stream)
     stream.synchronize()
     assert torch.equal(pages[order], ~before[order])
     others = torch.ones(count, dtype=torch.bool)

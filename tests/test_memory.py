@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stores import CHUNK, CPU, PLACEMENTS, B, D, K, V, fill, layer_spec, make_store
 
 from oomb.memory import rows as rows_module
-from oomb.memory import slabs
-from oomb.memory.pages import GPU, HOST
+from oomb.memory import tiers as slabs
+from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import (
     ALIGNMENT,
     GRAD,
@@ -27,8 +27,8 @@ from oomb.memory.rows import (
     segment_bounds,
     staging_bytes,
 )
-from oomb.memory.slabs import Tiers
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Tiers
 
 
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 5000), st.integers(0, 6))

@@ -15,8 +15,8 @@ from checks import engine_for
 from families import build, random_ids
 
 import oomb
-from oomb.memory import slabs
-from oomb.memory.pages import OutOfPages
+from oomb.memory import tiers as slabs
+from oomb.memory.pool import OutOfPages
 from oomb.memory.store import PageStore
 
 ROOT = Path(__file__).parents[1]

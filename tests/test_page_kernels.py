@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 import oomb
 from oomb import plan
 from oomb.attention import reference, sparse
-from oomb.memory import batch
-from oomb.memory import chosen as chosen_module
-from oomb.memory.chosen import ChosenPages, PageView
+from oomb.memory import batch_copy
+from oomb.memory import selected as chosen_module
+from oomb.memory.selected import ChosenPages, PageView
 from oomb.ops import page_attention_reference
 from oomb.ops.triton_kernels import elementwise
 
@@ -318,8 +318,8 @@ def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(chosen_module.ChosenPages, "__init__", with_triton)
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
-    patch.setattr(batch, "is_available", lambda device: True)
-    patch.setattr(batch, "copy_all", copy_all)
+    patch.setattr(batch_copy, "is_available", lambda device: True)
+    patch.setattr(batch_copy, "copy_all", copy_all)
 
 
 def copy_all(targets: Tensor, sources: Tensor, num_bytes: int, stream: int) -> None:
@@ -356,7 +356,7 @@ def test_the_engine_with_kernels(config: dict[str, Any], with_kernels: None, mon
 
     found = gradients()
     with monkeypatch.context() as patch:
-        patch.setattr(batch, "is_available", lambda device: False)
+        patch.setattr(batch_copy, "is_available", lambda device: False)
         assert torch.equal(found, gradients()), "pages moved by kernels throughout"
     if ON_GPU:
         assert torch.equal(found, gradients()), "twice the same"

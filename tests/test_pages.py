@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from oomb.memory import slabs
-from oomb.memory.pages import GPU, HOST, Column, Intervals, OutOfPages, PagePool, Run
+from oomb.memory import tiers
+from oomb.memory.pool import GPU, HOST, Column, Intervals, OutOfPages, PagePool, Run
 from oomb.memory.rows import LayerSpec, Row
-from oomb.memory.slabs import Holding, Tiers
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Holding, Tiers
 
 POOL_STEPS = st.lists(
     st.one_of(
@@ -245,7 +245,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
             return make_or_refuse
 
         with (
-            mock.patch.object(slabs, "HostSlab", refusing(slabs.HostSlab)),
+            mock.patch.object(tiers, "HostSlab", refusing(tiers.HostSlab)),
             mock.patch.object(self.tiers, "_gpu_slab", refusing(self.tiers._gpu_slab)),
         ):
             try:

@@ -19,7 +19,7 @@ from oomb.advice import decide, longest_context
 from oomb.config import Config, parse_bytes
 from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast, machine_named
-from oomb.memory.pages import GPU, HOST, OutOfPages
+from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
 from oomb.ops import logprob
 from oomb.plan import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import oomb
 from oomb import plan
-from oomb.memory import batch
-from oomb.memory.chosen import Choosing
+from oomb.memory import batch_copy
 from oomb.memory.rows import LayerSpec, Row, pair
-from oomb.memory.slabs import Tiers
+from oomb.memory.selected import Choosing
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Tiers
 from oomb.ops.int8 import LEVELS, dequantise, quantise
 from oomb.ops.rounding import accumulate_
 
@@ -230,7 +230,7 @@ def test_the_way_of_a_gpu(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         short = {"kv_dtype": "int8", "grad_dtype": "int8"}
         found = gradients(model, ids, **config, **short)
         with patch.context() as inner:
-            inner.setattr(batch, "is_available", lambda device: False)
+            inner.setattr(batch_copy, "is_available", lambda device: False)
             assert torch.equal(found, gradients(model, ids, **config, **short)), "pages moved by kernels throughout"
         if ON_GPU:
             assert torch.equal(found, gradients(model, ids, **config, **short)), "twice the same"

@@ -20,8 +20,8 @@ from torch import Tensor
 import oomb
 from oomb.memory import rows as rows_module
 from oomb.memory import store as store_module
-from oomb.memory.slabs import Tiers
 from oomb.memory.store import PageStore
+from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Copier, Copies, Event, Load, Prefetcher, Slot
 
 LENGTH, CHUNK_SIZE = 140, 16

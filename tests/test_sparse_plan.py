@@ -14,7 +14,7 @@ from oomb.config import Config
 from oomb.engine import Sequence
 from oomb.forecast import Machine, forecast
 from oomb.inputs import Batch
-from oomb.memory.pages import GPU
+from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
 from oomb.planner import facts_for
 from oomb.utils.metrics import GIB

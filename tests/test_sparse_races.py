@@ -30,9 +30,9 @@ from followed import Kernel, follow, memory_for
 import oomb
 from oomb import plan
 from oomb.attention import sparse
-from oomb.memory import batch
-from oomb.memory.chosen import ChosenPages
-from oomb.memory.slabs import Tiers
+from oomb.memory import batch_copy
+from oomb.memory.selected import ChosenPages
+from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
 from oomb.ops.triton_kernels import elementwise
 
@@ -272,8 +272,8 @@ def test_engines_bring_what_the_cpu_knows(place: str, kinds: set[str], monkeypat
         bring(self, kind, layer, start, *args)
 
     monkeypatch.setattr(ChosenPages, "_bring", watched)
-    copied, copy_all = [], batch.copy_all
-    monkeypatch.setattr(batch, "copy_all", lambda *args: (copied.append(len(args[0])), copy_all(*args)))
+    copied, copy_all = [], batch_copy.copy_all
+    monkeypatch.setattr(batch_copy, "copy_all", lambda *args: (copied.append(len(args[0])), copy_all(*args)))
     model = copy.deepcopy(tiny("three layers"))
     engine_of(model, place, KEPT[0]).loss(random_ids(1, LENGTH)).backward()
     assert {kind for kind, _ in by_engines} == kinds and (sum(copied) > 0) == bool(kinds)
@@ -375,7 +375,7 @@ def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
             return send(self, *args)
 
     monkeypatch.setattr(ChosenPages, "_store", send_much)
-    monkeypatch.setattr(batch, "copy_all", lambda *args: None)
+    monkeypatch.setattr(batch_copy, "copy_all", lambda *args: None)
     engine.loss(random_ids(1, 32)).backward()
     assert engine.stats.stored_bytes >= 5 * 2**30
 

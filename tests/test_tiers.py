@@ -16,7 +16,7 @@ from torch import Tensor
 
 import oomb
 from oomb import plan
-from oomb.memory.pages import GPU, HOST
+from oomb.memory.pool import GPU, HOST
 from oomb.memory.store import PageStore
 
 LENGTH = 300

@@ -16,10 +16,10 @@ from stores import CHUNK, CPU, B, D, K, V, fill, keys, layer_spec, make_store
 from torch import Tensor
 
 from oomb.memory import rows as rows_module
-from oomb.memory import slabs
-from oomb.memory.pages import HOST, OutOfPages
+from oomb.memory import tiers as slabs
+from oomb.memory.pool import HOST, OutOfPages
 from oomb.memory.rows import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND
-from oomb.memory.slabs import HostSlab, Tiers, free_gpu_bytes, free_host_bytes
+from oomb.memory.tiers import HostSlab, Tiers, free_gpu_bytes, free_host_bytes
 from oomb.memory.transfer import Copier, Load, Prefetcher, Ring
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from oomb.memory.chosen import PageView
 from oomb.memory.rows import GRAD, KV
+from oomb.memory.selected import PageView
 from oomb.ops.rounding import mix
 
 if TYPE_CHECKING:

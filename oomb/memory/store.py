@@ -21,9 +21,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from oomb.memory.chosen import Choosing, ChosenPages
-from oomb.memory.pages import GPU, HOST, Column, Intervals
 from oomb.memory.past import ChosenLayerPast, LayerPast
+from oomb.memory.pool import GPU, HOST, Column, Intervals
 from oomb.memory.rows import (
     GRAD,
     KV,
@@ -37,7 +36,8 @@ from oomb.memory.rows import (
     ring_bytes,
     segment_bounds,
 )
-from oomb.memory.slabs import Holding, Tiers
+from oomb.memory.selected import Choosing, ChosenPages
+from oomb.memory.tiers import Holding, Tiers
 from oomb.memory.transfer import Copies, Event, Load, Ring, Work
 from oomb.ops.rounding import accumulate_, mix
 

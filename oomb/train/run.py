@@ -23,7 +23,7 @@ from oomb.data.finding import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
 from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
-from oomb.memory.slabs import free_host_bytes
+from oomb.memory.tiers import free_host_bytes
 from oomb.panel import bytes_bar
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops

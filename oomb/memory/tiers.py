@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from oomb.memory.pages import GPU, HOST, Column, OutOfPages, PagePool, Run
+from oomb.memory.pool import GPU, HOST, Column, OutOfPages, PagePool, Run
 from oomb.memory.transfer import Copier, Event, Prefetcher, Ring
 
 GIB = 2**30

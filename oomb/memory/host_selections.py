@@ -15,7 +15,7 @@ from torch import Tensor
 from oomb.memory.transfer import Event
 
 if TYPE_CHECKING:
-    from oomb.memory.slabs import Tiers
+    from oomb.memory.tiers import Tiers
 
 NUM_FETCHED = 2
 """Chunks that are known: the one that is walked back, and the next."""

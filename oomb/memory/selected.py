@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from oomb.memory import batch
-from oomb.memory.known import KnownChoices
-from oomb.memory.pages import GPU, HOST
+from oomb.memory import batch_copy
+from oomb.memory.host_selections import KnownChoices
+from oomb.memory.pool import GPU, HOST
 from oomb.memory.transfer import Event, Load, Ring
 from oomb.ops.rounding import DROPPED_BITS, mix, rounded
 
@@ -381,7 +381,7 @@ class ChosenPages:
         places.copy_(self._table(kind, layer))
         if self._goes_by_engines(kind, layer, start):
             in_buffer, at_rest = self._far(kind, layer, start, end, data, is_out=False)
-            batch.copy_all(in_buffer, at_rest, self._page_bytes(kind, layer), self._stream())
+            batch_copy.copy_all(in_buffer, at_rest, self._page_bytes(kind, layer), self._stream())
         with torch.cuda.device_of(data):
             mark_kernel[(-(-choice.numel() // 1024),)](
                 places, choice, choice.numel(), self._first_in_buffer(kind, layer), TILE=1024
@@ -408,7 +408,7 @@ class ChosenPages:
                 moved[1] += ((numbers < count[0]) & (which >= edge)).sum() * page_bytes
             if far is not None:
                 in_buffer, at_rest = far
-                batch.copy_all(at_rest, in_buffer, page_bytes, self._stream())
+                batch_copy.copy_all(at_rest, in_buffer, page_bytes, self._stream())
 
         return self.store.store_back("grad", layer, send, self.store.tiers.copier.mark())
 
@@ -443,7 +443,7 @@ class ChosenPages:
     @property
     def uses_engines(self) -> bool:
         """Whether copy engines bring pages once the CPU knows which."""
-        return self.trains and self.uses_kernels and batch.is_available(self.device)
+        return self.trains and self.uses_kernels and batch_copy.is_available(self.device)
 
     def _has_far(self, kind: str, start: int) -> bool:
         """Whether a chunk may choose pages on the host."""
