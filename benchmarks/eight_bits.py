@@ -31,8 +31,8 @@ from rich.table import Table
 from torch import Tensor
 
 from oomb.config import Config
+from oomb.models.load import is_preset, load_config, load_model
 from oomb.options import parse_list, parse_tokens
-from oomb.presets import is_preset, load_config, load_model
 from oomb.utils import metrics
 
 REFERENCE = {"kv_dtype": "bfloat16", "grad_dtype": "bfloat16"}

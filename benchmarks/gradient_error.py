@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from oomb.bench import EngineStep, StandardStep
 from oomb.config import Config
 from oomb.engine import Engine
-from oomb.presets import load_model
+from oomb.models.load import load_model
 from oomb.utils import metrics
 
 VARIANTS: dict[str, dict[str, Any]] = {

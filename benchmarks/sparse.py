@@ -28,9 +28,9 @@ from torch import Tensor
 from oomb import bench
 from oomb.config import Config
 from oomb.engine import Engine
+from oomb.models.load import load_model
 from oomb.options import parse_list, parse_tokens
 from oomb.planner import short_tokens
-from oomb.presets import load_model
 from oomb.utils import metrics
 
 MODEL, CHUNK_SIZE, PAGE_SIZE, BUDGET = "qwen2.5-7b", 4096, 128, 64

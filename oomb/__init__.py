@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from oomb.engine import Engine
     from oomb.finite import NonFiniteError
     from oomb.memory.pool import OutOfPages
+    from oomb.models.checks import UnsupportedModelError
     from oomb.optim import OffloadedAdamW
-    from oomb.refusals import UnsupportedModelError
     from oomb.trainer import Trainer
     from oomb.trl import DPOTrainer as DPOTrainer
     from oomb.trl import SFTTrainer as SFTTrainer
@@ -28,7 +28,7 @@ _HOME = {
     "OutOfPages": "oomb.memory.pool",
     "SFTTrainer": "oomb.trl",
     "Trainer": "oomb.trainer",
-    "UnsupportedModelError": "oomb.model",
+    "UnsupportedModelError": "oomb.models.causal_lm",
 }
 
 # Without `DPOTrainer` and `SFTTrainer`: `from oomb import *` must not ask for TRL.

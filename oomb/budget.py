@@ -11,14 +11,14 @@ import torch
 
 from oomb.advice import decide
 from oomb.config import Config, parse_bytes
-from oomb.facts import facts_of
 from oomb.grads import pending_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerSpec, Row, pair
 from oomb.memory.selected import Choosing
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers, free_host_bytes, usable_gpu_bytes
-from oomb.model import CausalLM, LayerShape
+from oomb.models.causal_lm import CausalLM, LayerShape
+from oomb.models.probe import facts_of
 from oomb.plan import LayerFacts, Placement, choosing
 
 SLOW_ADAPTERS = (

@@ -30,8 +30,8 @@ from oomb.documents import Given, read
 from oomb.grads import collecting, float32_sums_fit, refuse_hooks
 from oomb.inputs import Batch
 from oomb.memory.store import PageStore
-from oomb.model import CausalLM, callers_autocast, one_at_a_time
-from oomb.model_state import ModelState
+from oomb.models.causal_lm import CausalLM, callers_autocast, one_at_a_time
+from oomb.models.state import ModelState
 from oomb.ops.logprob import TiledHead
 from oomb.plan import Placement
 

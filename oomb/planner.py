@@ -14,15 +14,15 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from oomb import presets
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
-from oomb.facts import facts_of
 from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.tiers import free_host_bytes
+from oomb.models import load
+from oomb.models.checks import UnsupportedModelError, unwrap
+from oomb.models.probe import facts_of
 from oomb.plan import MARGIN, ModelFacts, Term, place
 from oomb.recipe import Answer, answer
-from oomb.refusals import UnsupportedModelError, unwrap
 from oomb.utils import metrics
 
 TIERS = {GPU: "GPU", HOST: "host"}
@@ -250,8 +250,8 @@ def plan(
     if batch_size < 1:
         raise ValueError(f"--batch_size is {batch_size}; it must be 1 or more")
     trust = {"trust_remote_code": True} if trust_remote_code else {}
-    model_config = presets.load_config(model, **trust)
-    precision = presets.resolve_dtype(dtype, torch.device("cuda"))
+    model_config = load.load_config(model, **trust)
+    precision = load.resolve_dtype(dtype, torch.device("cuda"))
     facts = facts_for(model, dtype=dtype, lora=lora, config=model_config, **trust)
     asked = forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer)
 
@@ -265,7 +265,7 @@ def plan(
         lora=lora,
         facts=facts,
         plan=asked,
-        positions=presets.positions_of(model_config),
+        positions=load.positions_of(model_config),
         answer=answer(model, name, lora, facts, asked, adapted),
     )
 
@@ -282,8 +282,8 @@ def facts_for(
     bench --lora` and `oomb train --use_peft` have it: rank 16, on all linear layers, computed as the weights are."""
     from transformers import AutoModelForCausalLM
 
-    config = presets.load_config(name, trust_remote_code=trust_remote_code) if config is None else config
-    precision = presets.resolve_dtype(dtype, torch.device("cuda"))
+    config = load.load_config(name, trust_remote_code=trust_remote_code) if config is None else config
+    precision = load.resolve_dtype(dtype, torch.device("cuda"))
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=precision, trust_remote_code=trust_remote_code)
         try:
@@ -293,7 +293,7 @@ def facts_for(
             if "meta device" not in str(error):
                 raise
         if lora:
-            network = presets.with_lora(network)
+            network = load.with_lora(network)
     return facts_of(network, autocast=lora and precision is torch.bfloat16)
 
 

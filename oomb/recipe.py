@@ -29,9 +29,9 @@ from oomb.advice import (
 )
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
+from oomb.models.load import is_preset
 from oomb.options import ENGINE_OPTIONS
 from oomb.plan import MARGIN, ModelFacts, Request, place
-from oomb.presets import is_preset
 from oomb.utils.metrics import GIB, gib
 
 SLOW_SECONDS, SPEED_UP = 3600, 3

@@ -25,8 +25,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from oomb import checkpoints
 from oomb.finite import FiniteSteps
+from oomb.models.weight_files import what_is_broken
 from oomb.utils.lock import locked
-from oomb.weights import what_is_broken
 
 REST = "oomb_state.json"
 """What a run needs to go on as it was and transformers does not save: the seed of the data's order, and the loss of the

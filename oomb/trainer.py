@@ -15,10 +15,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import OFFLOADED_STATES, Config, parse_optim_args
 from oomb.engine import Engine
-from oomb.model import is_checkpointing, is_running, switch_checkpointing
+from oomb.models.causal_lm import is_checkpointing, is_running, switch_checkpointing
+from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED
 from oomb.optim import OffloadedAdamW
-from oomb.refusals import unwrap
 from oomb.resuming import AtomicCheckpoints
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})

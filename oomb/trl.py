@@ -23,8 +23,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from oomb.config import Config
 from oomb.documents import Given
 from oomb.engine import Engine
+from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED, PLAIN_TILE, TiledHead
-from oomb.refusals import unwrap
 from oomb.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
 
 OLDEST = "1.15"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from oomb.config import Config
 from oomb.engine import Engine
-from oomb.presets import load_model
+from oomb.models.load import load_model
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative error of a parameter's gradient, and of the loss. Hugging Face computes RoPE and norms in float32

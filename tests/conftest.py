@@ -78,7 +78,7 @@ def model() -> Any:
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that `save_pretrained` wrote."""
-    from oomb.presets import load_model
+    from oomb.models.load import load_model
 
     folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)

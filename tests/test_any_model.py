@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import oomb
-from oomb.refusals import UnsupportedModelError
+from oomb.models.checks import UnsupportedModelError
 
 SWEEP_SIZES = {
     "num_hidden_layers": 2,

@@ -11,7 +11,7 @@ import torch
 
 from oomb import bench
 from oomb.engine import Engine
-from oomb.presets import PRESETS, load_model
+from oomb.models.load import PRESETS, load_model
 
 
 @pytest.mark.timing
@@ -85,7 +85,7 @@ def test_bad_requests_are_refused_before_any_work() -> None:
 
 
 def test_flops_count_matrices_and_attention() -> None:
-    from oomb.model import CausalLM
+    from oomb.models.causal_lm import CausalLM
 
     model = CausalLM(load_model("demo", device="cpu"))
     shape = PRESETS["demo"]

@@ -14,7 +14,7 @@ from command import invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from oomb import presets, weights
+from oomb.models import load, weight_files
 from oomb.train import prepare
 from oomb.train.settings import Settings
 
@@ -25,7 +25,7 @@ SHARD = "model-00002-of-00008.safetensors"
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model as one file, as several, and as a file of torch."""
     folder = tmp_path_factory.mktemp("saved")
-    model = presets.load_model("demo", device="cpu", dtype="float32")
+    model = load.load_model("demo", device="cpu", dtype="float32")
     model.save_pretrained(folder / "one")
     model.save_pretrained(folder / "several", max_shard_size="300KB")
     assert (folder / "several" / SHARD).is_file()
@@ -77,16 +77,16 @@ def test_the_file_that_is_not_whole_is_named(
     here: Path, name: str, breaks: Callable[[Path], object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = name.split("/")[0]
-    assert presets.load_model(folder, device="cpu") is not None
-    assert weights.what_is_broken(Path(folder)) is None
+    assert load.load_model(folder, device="cpu") is not None
+    assert weight_files.what_is_broken(Path(folder)) is None
     breaks(Path(name))
     with pytest.raises(ValueError, match=f"^{re.escape(name)} {re.escape(said)}"):
-        presets.load_model(folder, device="cpu")
+        load.load_model(folder, device="cpu")
     # The way of weights in 4 bits too, as far as it goes without a GPU.
     monkeypatch.setattr(prepare, "bits_config", lambda load_in_4bit: None)
     settings = Settings(model_name_or_path=folder, use_peft=True, load_in_4bit=True)
     with pytest.raises(ValueError, match=f"^{re.escape(name)} {re.escape(said)}"):
-        prepare.load_model(settings, presets.load_config(folder), "bfloat16", torch.device("cpu"))
+        prepare.load_model(settings, load.load_config(folder), "bfloat16", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("command", [["train", "--model"], ["eval"], ["verify"]])
@@ -102,14 +102,14 @@ def test_commands_say_so_in_one_message(here: Path, command: list[str]) -> None:
 def test_a_link_of_the_hubs_cache_is_told_with_what_it_leads_to(here: Path) -> None:
     Path(ONE).rename("blob")
     Path(ONE).symlink_to(here / "blob")
-    assert weights.what_is_broken(Path("one")) is None
+    assert weight_files.what_is_broken(Path("one")) is None
     cut(Path("blob"))
-    said = weights.what_is_broken(Path("one"))
+    said = weight_files.what_is_broken(Path("one"))
     assert said is not None and said.endswith(f"; remove {(here / 'blob').resolve()}, then download or copy it again")
 
 
 def test_shapes_of_another_config_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = presets.load_model("several", device="cpu")
+    model = load.load_model("several", device="cpu")
     set_config(Path("several"), intermediate_size=400)
     index = json.loads(Path("several/model.safetensors.index.json").read_text())["weight_map"]
     key = "model.layers.0.mlp.down_proj.weight"
@@ -118,18 +118,18 @@ def test_shapes_of_another_config_are_refused(here: Path, monkeypatch: pytest.Mo
         r"\(5 more are of other shapes too\): they are of different models; download or copy both again$"
     )
     with pytest.raises(ValueError, match=said):
-        presets.load_model("several", device="cpu")
+        load.load_model("several", device="cpu")
     # transformers takes any shape where it quantises.
     loaded = (model, {"mismatched_keys": set(), "missing_keys": set()})
-    monkeypatch.setattr(presets, "_from_hugging_face", lambda *args, **options: loaded)
-    config = presets.PRESETS["demo"]
+    monkeypatch.setattr(load, "_from_hugging_face", lambda *args, **options: loaded)
+    config = load.PRESETS["demo"]
     for size, is_refused in ((400, True), (config["intermediate_size"], False)):
-        asked = presets.preset_config("demo", intermediate_size=size)
+        asked = load.preset_config("demo", intermediate_size=size)
         if is_refused:
             with pytest.raises(ValueError, match=said):
-                presets.load_weights("several", config=asked, quantization_config=object())
+                load.load_weights("several", config=asked, quantization_config=object())
         else:
-            assert presets.load_weights("several", config=asked, quantization_config=object()) is model
+            assert load.load_weights("several", config=asked, quantization_config=object()) is model
 
 
 def test_parameters_that_would_start_at_random_are_refused(here: Path) -> None:
@@ -139,27 +139,27 @@ def test_parameters_that_would_start_at_random_are_refused(here: Path) -> None:
         r"random: model\.layers\.2\.input_layernorm\.weight, .* and 6 more; download or copy both again$"
     )
     with pytest.raises(ValueError, match=said):
-        presets.load_model("one", device="cpu")
+        load.load_model("one", device="cpu")
     # Fewer layers than there are is what --layers of oomb verify asks for.
-    assert presets.load_model("several", device="cpu", num_layers=1).config.num_hidden_layers == 1
+    assert load.load_model("several", device="cpu", num_layers=1).config.num_hidden_layers == 1
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tied_weights_are_there_once(here: Path, is_tied: bool) -> None:
-    config = presets.preset_config("demo", tie_word_embeddings=is_tied)
+    config = load.preset_config("demo", tie_word_embeddings=is_tied)
     AutoModelForCausalLM.from_config(config).save_pretrained("tied")
     held = load_file("tied/model.safetensors")
     assert ("lm_head.weight" in held) != is_tied
     held.pop("lm_head.weight", None)
     save_file(held, "tied/model.safetensors", metadata={"format": "pt"})
     if is_tied:
-        model = presets.load_model("tied", device="cpu")
+        model = load.load_model("tied", device="cpu")
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     else:
         with pytest.raises(
             ValueError, match=r"lack 1 of the 21 parameters .* start at random: lm_head\.weight; download"
         ):
-            presets.load_model("tied", device="cpu")
+            load.load_model("tied", device="cpu")
 
 
 def test_errors_that_are_not_of_the_files_stay_as_they_are(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,4 +168,4 @@ def test_errors_that_are_not_of_the_files_stay_as_they_are(here: Path, monkeypat
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fails)
     with pytest.raises(RuntimeError, match=r"^out of paper$"):
-        presets.load_model("one", device="cpu")
+        load.load_model("one", device="cpu")

@@ -13,9 +13,10 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb import options, presets, trainer
+from oomb import options, trainer
 from oomb.data.opening import load
 from oomb.interrupts import EXIT_INTERRUPTED
+from oomb.models import load as presets
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs
 from oomb.utils import metrics

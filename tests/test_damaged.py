@@ -19,8 +19,9 @@ from test_checkpoints import names, train, trainer_in, write
 from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
 
 import oomb
-from oomb import checkpoints, presets
+from oomb import checkpoints
 from oomb.data.tokens import Windows
+from oomb.models import load
 from oomb.train import outputs
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
@@ -206,7 +207,7 @@ def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest
     assert step in (2, 3), done.output
     assert done.exit_code == 1 and f"stopped after step {step} of 5; the model as of then is in" in done.output
     assert ("holds the id 9999" if fault == "token id" else "RuntimeError: the data set broke") in done.output
-    assert presets.load_model("out/model", device="cpu") is not None
+    assert load.load_model("out/model", device="cpu") is not None
     events = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events[-2:]] == ["error", "end"]
     resumed = invoke("train", "out/config.yaml", "--resume_from_checkpoint")
@@ -222,7 +223,7 @@ def test_a_tokenizer_that_cannot_be_saved_costs_no_model(places: Path, monkeypat
         raise ValueError("Object of type function is not JSON serializable")
 
     monkeypatch.setattr(type(tokenizer), "save_pretrained", broken)
-    model, said = presets.load_model("demo", device="cpu"), list[str]()
+    model, said = load.load_model("demo", device="cpu"), list[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(ValueError):

@@ -17,7 +17,6 @@ from command import invoke
 from rich.console import Console
 from torch import Tensor
 
-from oomb import presets
 from oomb.config import Config
 from oomb.data.opening import load
 from oomb.engine import Engine
@@ -25,6 +24,7 @@ from oomb.evaluate.needles import LEAD, NeedleSettings, build_haystacks, needle_
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.run import needle_table, tokenizer_for
 from oomb.evaluate.samples import decode, sample_text
+from oomb.models import load as presets
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 PROBE = NeedleSettings(lengths=(2048,), num_depths=3, num_candidates=4, num_haystacks=2)

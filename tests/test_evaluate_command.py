@@ -13,9 +13,10 @@ import typer
 from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 
-from oomb import cli, presets
+from oomb import cli
 from oomb.evaluate import adapters
 from oomb.evaluate.run import Settings, _tokenizer_name
+from oomb.models import load
 
 SMALL = ["--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
 RUN = ["--max_steps", "2", "--sample_tokens", "0", "--no_report", "--output_dir", "out"]
@@ -170,7 +171,7 @@ def test_adapters_that_cannot_be_loaded(adapted: Path, here: Path, monkeypatch: 
         base_model_name_or_path="gone/for/good"
     )
     assert "names no base model: they were trained on random weights" in refused(base_model_name_or_path=None)
-    other = presets.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
+    other = load.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(other).save_pretrained("other")

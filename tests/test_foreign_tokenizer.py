@@ -13,9 +13,9 @@ from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 from transformers import AutoModelForCausalLM
 
-from oomb import presets
 from oomb.data import encode
 from oomb.data.encode import difference_in_ids, give_the_same_ids
+from oomb.models import load
 from oomb.train import prepare
 from oomb.train.settings import SettingError, Settings
 
@@ -88,9 +88,9 @@ def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path
     described["model"]["type"] = "of a later version"
     file.write_text(json.dumps(described))
     with pytest.raises(ValueError, match="model holds no tokenizer that transformers can load"):
-        presets.load_tokenizer("model")
-    other = presets.load_tokenizer("other")
-    assert presets.another_tokenizer("other", other, "model") is None
+        load.load_tokenizer("model")
+    other = load.load_tokenizer("other")
+    assert load.another_tokenizer("other", other, "model") is None
 
 
 def test_what_differs_is_shown_shortly() -> None:
@@ -105,7 +105,7 @@ def test_what_differs_is_shown_shortly() -> None:
 def test_another_tokenizer_is_refused_before_weights_are_loaded(
     here: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    monkeypatch.setattr(presets, "load_model", lambda *args, **options: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load_model", lambda *args, **options: pytest.fail("weights were loaded"))
     refused = invoke(*command, *TEXT, "--tokenizer_name", "other")
     assert refused.exit_code == 2
     assert f'error: {REFUSED}"The quick brown fox' in refused.output
@@ -130,14 +130,14 @@ def test_a_model_without_a_tokenizer_takes_any_that_fits(here: Path) -> None:
         path.unlink()
     done = invoke("train", "--model", "model", *RUN, *TEXT, "--tokenizer_name", "other")
     assert done.exit_code == 0, done.output
-    config = presets.load_config("demo")
+    config = load.load_config("demo")
     assert prepare.load_tokenizer(Settings(model_name_or_path="demo", tokenizer_name="other"), config) is not None
 
 
 def test_the_refusal_is_of_the_setting(here: Path) -> None:
     settings = Settings(model_name_or_path="model", tokenizer_name="other")
     with pytest.raises(SettingError, match="or train a preset, or a model that was made for this tokenizer") as raised:
-        prepare.load_tokenizer(settings, presets.load_config("model"))
+        prepare.load_tokenizer(settings, load.load_config("model"))
     assert raised.value.key == "tokenizer_name"
 
 
@@ -157,9 +157,7 @@ def test_tokens_that_another_tokenizer_wrote_are_refused(here: Path) -> None:
 
 def test_added_tokens_beyond_the_vocabulary_are_no_harm_until_a_text_has_them(here: Path) -> None:
     tokenizer = small_tokenizer()
-    AutoModelForCausalLM.from_config(presets.preset_config("demo", vocab_size=400, eos_token_id=0)).save_pretrained(
-        "few"
-    )
+    AutoModelForCausalLM.from_config(load.preset_config("demo", vocab_size=400, eos_token_id=0)).save_pretrained("few")
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     tokenizer.save_pretrained("few")
     assert len(tokenizer) == 401

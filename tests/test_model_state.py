@@ -11,7 +11,7 @@ from families import assert_same_gradients, build, random_ids
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from oomb import model_state
+from oomb.models import state
 
 LENGTH = 30
 
@@ -28,14 +28,14 @@ def test_a_weight_that_is_read_in_another_order_is_an_error(model: Any) -> None:
 @pytest.mark.parametrize("is_one_loss", [True, False])
 def test_each_backward_reads_the_weights_once(model: Any, is_one_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [random_ids(1, LENGTH, seed=seed)[0] for seed in range(4)]
-    num_reads, checksums = 0, model_state.checksums
+    num_reads, checksums = 0, state.checksums
 
     def counted(parameters: list[nn.Parameter]) -> Any:
         nonlocal num_reads
         num_reads += 1
         return checksums(parameters)
 
-    monkeypatch.setattr(model_state, "checksums", counted)
+    monkeypatch.setattr(state, "checksums", counted)
     engine = engine_for(model, keep_last_chunk=False)
     losses = [engine.loss(documents)] if is_one_loss else [logp.sum() for logp in engine.logprobs(documents)]
     assert num_reads == 1
@@ -60,7 +60,7 @@ def test_a_hook_that_changes_weights_between_sequences_is_an_error(model: Any) -
 def test_checksums_launch_one_kernel_for_each_weight() -> None:
     weights = [torch.randn(4, 8), torch.randn(4, 8).t(), torch.randn(2, 4, 8).permute(2, 0, 1).to(torch.bfloat16)]
     with profile() as ran:
-        model_state.checksums([nn.Parameter(weight) for weight in weights])
+        state.checksums([nn.Parameter(weight) for weight in weights])
     views = {"aten::view", "aten::permute", "aten::detach", "detach", "aten::as_strided", "aten::unsqueeze"}
     kernels = {event.key: event.count for event in ran.key_averages() if event.key not in views}
     # The profiler also shows what these consist of: a zero to add to, and the concatenation.

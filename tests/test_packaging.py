@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from waiting import HANG_S
 
 import oomb
-from oomb import cli, presets
+from oomb import cli
+from oomb.models import load
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "oomb"
@@ -139,7 +140,7 @@ def test_an_upward_import_would_be_seen(tmp_path: Path) -> None:
 
 def test_only_the_engine_joins_attention_and_memory() -> None:
     joins = {name for name, path in modules().items() if {"attention", "memory"} <= our_imports(path)}
-    assert joins <= {"oomb.engine", "oomb.model"}
+    assert joins <= {"oomb.engine", "oomb.models.causal_lm"}
     for name, path in modules().items():
         if name.startswith("oomb.attention"):
             assert our_imports(path) <= {"attention", "config", "rounding", *WITH_TRITON}
@@ -272,7 +273,7 @@ def test_the_readme_quickstart_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     def tiny(name: str, dtype: torch.dtype) -> Any:
-        config = presets.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
+        config = load.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", staticmethod(tiny))
@@ -295,7 +296,7 @@ def test_the_example_with_lora_and_data_runs(tmp_path: Path, monkeypatch: pytest
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
     monkeypatch.chdir(tmp_path)
-    presets.load_model("demo", device="cpu", dtype="bfloat16").save_pretrained("model")
+    load.load_model("demo", device="cpu", dtype="bfloat16").save_pretrained("model")
     words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained("model")
@@ -361,7 +362,7 @@ def test_headings_as_links_name_them(tmp_path: Path) -> None:
 
 
 def test_the_documents_list_every_preset() -> None:
-    assert all(f"`{name}`" in (ROOT / "README.md").read_text() for name in presets.PRESETS)
+    assert all(f"`{name}`" in (ROOT / "README.md").read_text() for name in load.PRESETS)
 
 
 def test_ci_runs_the_tests() -> None:

@@ -17,10 +17,10 @@ from oomb import activations, advice, planner
 from oomb import forecast as forecasting
 from oomb.advice import decide, longest_context
 from oomb.config import Config, parse_bytes
-from oomb.facts import facts_of
 from oomb.forecast import Machine, Plan, forecast, machine_named
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
+from oomb.models.probe import facts_of
 from oomb.ops import logprob
 from oomb.plan import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
 from oomb.utils.metrics import GIB
@@ -388,7 +388,7 @@ def test_forecast_counts_what_a_training_run_holds() -> None:
 
 @pytest.mark.parametrize("name", SOME_FAMILIES)
 def test_facts_are_those_of_the_tensors(name: str) -> None:
-    from oomb.model import CausalLM
+    from oomb.models.causal_lm import CausalLM
 
     model = build(name, dtype=torch.float32)
     buffers = {key: value.clone() for key, value in model.named_buffers()}
@@ -431,7 +431,7 @@ def build_on_meta(name: str) -> Any:
 
 
 def test_facts_of_matrices() -> None:
-    from oomb.model import CausalLM
+    from oomb.models.causal_lm import CausalLM
 
     for name in ("llama", "llama_tied", "mixtral"):
         model = build(name, dtype=torch.float32)

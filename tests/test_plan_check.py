@@ -21,10 +21,10 @@ import result_files
 import typer
 import update_tables
 
-from oomb import presets
 from oomb.config import Config
-from oomb.facts import facts_of
 from oomb.forecast import Machine, forecast
+from oomb.models import load
+from oomb.models.probe import facts_of
 from oomb.utils.metrics import GIB
 
 STEP = ("--cases", "lora-8bit", "--contexts", "8K", "--places", "auto")
@@ -62,7 +62,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch, machine: list[Machine]) -> None:
     """Models are those that are named."""
-    monkeypatch.setattr(plan_check, "load_model", presets.load_model)
+    monkeypatch.setattr(plan_check, "load_model", load.load_model)
 
 
 @pytest.mark.timing
@@ -167,7 +167,7 @@ def test_a_rehearsal_has_fewer_layers_and_says_so(machine: list[Machine], tmp_pa
     assert report["layers"] == row["layers"] == 1 and "a rehearsal: --layers 1" in done.output
     plans = [
         forecast(
-            facts_of(presets.load_model("demo", num_layers=num_layers)), Config(**row["settings"]), machine[0],
+            facts_of(load.load_model("demo", num_layers=num_layers)), Config(**row["settings"]), machine[0],
             length=8192, optimizer="none",
         )
         for num_layers in (1, 2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from oomb import forecast, planner, presets
+from oomb import forecast, planner
 from oomb.config import OFFLOADED_STATES
 from oomb.forecast import machine_named
+from oomb.models import load
 from oomb.optim import OffloadedAdamW
 from oomb.utils.metrics import GIB
 
@@ -22,7 +23,7 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
         pytest.importorskip("peft")
     told = planner.plan("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
     [states] = [term.num_bytes for term in told.plan.terms if term.name == forecast.STATES]
-    model = presets.load_model("demo", dtype=dtype, device="cpu")
+    model = load.load_model("demo", dtype=dtype, device="cpu")
     if lora:
         import peft
 

@@ -17,9 +17,10 @@ from terminal import Terminal
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import oomb
-from oomb import panel, presets, progress
+from oomb import panel, progress
 from oomb.forecast import PEAK_TFLOPS
 from oomb.interrupts import StopRequested
+from oomb.models import load
 from oomb.panel import View, lines_of, sparkline
 from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
 from oomb.utils.metrics import GIB, JsonLines, MemoryMeter
@@ -237,7 +238,7 @@ class Log:
 def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now, screen, log = [0.0], StringIO(), Log()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    engine = oomb.Engine(presets.load_model("demo", device="cpu").train())
+    engine = oomb.Engine(load.load_model("demo", device="cpu").train())
     facts = Facts(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
     console = Console(file=screen, width=200)
     display = TrainingDisplay(console, log, MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
@@ -283,7 +284,7 @@ def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
-    engine = oomb.Engine(presets.load_model("demo", device="cpu"))
+    engine = oomb.Engine(load.load_model("demo", device="cpu"))
     console = Console(file=StringIO(), width=100)
     facts = Facts(title="", tokens_per_step=100)
     display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]

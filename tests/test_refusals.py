@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import oomb
-from oomb.refusals import UnsupportedModelError
+from oomb.models.checks import UnsupportedModelError
 
 
 def config_for(model_type: str, **overrides: Any) -> Any:

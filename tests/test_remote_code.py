@@ -12,7 +12,7 @@ import transformers.dynamic_module_utils
 from command import TOY_RUN, invoke
 from small_tokenizer import small_tokenizer
 
-from oomb import presets
+from oomb.models import load
 
 CODE = """
 from pathlib import Path
@@ -51,7 +51,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker = tmp_path / "code_was_run"
-    presets.load_model("demo", device="cpu", dtype="float32").save_pretrained("own")
+    load.load_model("demo", device="cpu", dtype="float32").save_pretrained("own")
     Path("own/own.py").write_text(CODE.format(marker=str(marker)))
     change("own/config.json", model_type="own", auto_map=AUTO_MAP)
     Path("text.txt").write_text("some text " * 200)
@@ -89,11 +89,11 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(marker: Path) -> None:
 
 def test_code_beside_a_model_that_transformers_knows_is_left_alone(marker: Path) -> None:
     with pytest.raises(ValueError, match="--trust_remote_code"):
-        presets.load_config("own")
+        load.load_config("own")
     change("own/config.json", model_type="llama")
-    model = presets.load_model("own", device="cpu")
+    model = load.load_model("own", device="cpu")
     assert type(model).__module__.startswith("transformers.models.llama")
     assert not marker.exists()
     change("own/config.json", model_type="own", auto_map={})
     with pytest.raises(ValueError, match="could not be loaded"):
-        presets.load_config("own")
+        load.load_config("own")

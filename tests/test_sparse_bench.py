@@ -26,8 +26,9 @@ import train_sparse
 import typer
 from kernel_times import Kernel
 
-from oomb import bench, presets
+from oomb import bench
 from oomb.engine import Engine
+from oomb.models import load as presets
 
 SETTINGS = {"page_size": 16, "page_budget": 4}
 SMALL = ["--model", "demo", "--device", "cpu", "--page-size", "16", "--budget", "4", "--chunk-sizes", "128"]

@@ -19,9 +19,10 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb import budget, checkpoints, presets, quantised
+from oomb import budget, checkpoints
 from oomb.commands.train import normalised
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
+from oomb.models import adapters, load
 from oomb.optim import OffloadedAdamW
 from oomb.progress import TrainingDisplay
 from oomb.train import config_file, outputs, prepare
@@ -206,10 +207,10 @@ def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch)
         assert result.exit_code == 2
         assert message in result.output
     monkeypatch.setattr(prepare, "_is_there", lambda package: True)
-    monkeypatch.setattr(quantised, "find_spec", lambda package: None)
+    monkeypatch.setattr(adapters, "find_spec", lambda package: None)
     result = invoke("train", *QUICK, "--use_peft", "--load_in_4bit")
     assert "load_in_4bit needs bitsandbytes, which is not installed (the extra qlora" in result.output
-    monkeypatch.setattr(quantised, "find_spec", lambda package: object())
+    monkeypatch.setattr(adapters, "find_spec", lambda package: object())
     assert "--load_in_4bit needs a GPU" in invoke("train", *QUICK, "--use_peft", "--load_in_4bit").output
     assert [path.name for path in here.iterdir()] == ["text.txt"]
 
@@ -270,7 +271,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
 def test_what_precision_comes_to(
     flags: dict[str, Any], gpu_gib: int | None, dtype: str, mixed: bool, warned: bool
 ) -> None:
-    config = presets.preset_config("qwen2.5-0.5b")
+    config = load.preset_config("qwen2.5-0.5b")
     precision = prepare.precision_of(Settings(**flags), None if gpu_gib is None else gpu_gib << 30, config)
     assert (precision.dtype, precision.mixed, precision.warning is not None) == (dtype, mixed, warned)
 
@@ -423,7 +424,7 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(outputs.Path, "rename", full)
         with pytest.raises(ValueError, match=r"saved in out/model \(No space left on device\): nothing of it is left"):
-            outputs.save(presets.load_model("demo", device="cpu"), None, Path("out/model"))
+            outputs.save(load.load_model("demo", device="cpu"), None, Path("out/model"))
 
 
 @pytest.mark.timing

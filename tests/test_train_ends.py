@@ -24,8 +24,9 @@ from test_checkpoints import trainer_in
 from transformers import PreTrainedModel
 from waiting import HANG_S
 
-from oomb import checkpoints, presets
+from oomb import checkpoints
 from oomb.interrupts import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
+from oomb.models import load
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs, run, timed
 from oomb.train.timed import TimedCheckpoints
@@ -243,7 +244,7 @@ def test_a_model_without_room_goes_elsewhere(
     assert re.fullmatch(r"oomb-out-\d{8}-\d{6}", folder.name)
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
     assert re.search(r"could not be saved in out \(No space left on device; [\d,]+ bytes were free\)", done.output)
-    assert presets.load_model(str(folder / "model"), device="cpu") is not None
+    assert load.load_model(str(folder / "model"), device="cpu") is not None
     assert events(folder) == ["start", "step", "step", "step", "end"]
     assert names(folder) == {"model", "metrics.jsonl", "config.yaml", "report.html"}
     # Nothing of what failed is left.
@@ -268,7 +269,7 @@ def test_places_known_to_be_too_small_are_not_tried(places: Path, monkeypatch: p
 
 
 def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = presets.load_model("demo", device="cpu")
+    model = load.load_model("demo", device="cpu")
     (places / "home").rmdir()
     monkeypatch.setattr(checkpoints, "sync_files", full)
     with pytest.raises(outputs.CannotSave) as caught:
@@ -289,7 +290,7 @@ def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypa
     (places / "home" / "oomb-out-now" / "model").mkdir(parents=True)
     fail_to_save(monkeypatch, "/out/")
     said: list[str] = []
-    found = outputs.save_somewhere(presets.load_model("demo", device="cpu"), None, Path("out"), said.append)
+    found = outputs.save_somewhere(load.load_model("demo", device="cpu"), None, Path("out"), said.append)
     assert found == places / "work" / "oomb-out-now" / "model"
     assert f"{places / 'home'} (File exists" in said[0]
     assert names(places / "home" / "oomb-out-now" / "model") == set()

@@ -20,10 +20,11 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints, presets
+from oomb import checkpoints
 from oomb.data.opening import load
 from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
+from oomb.models import load as presets
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs, prepare
 from oomb.train import run as run_module

@@ -24,7 +24,7 @@ from transformers import (
 import oomb
 from oomb import budget
 from oomb import trainer as trainer_module
-from oomb.model import is_checkpointing, switch_checkpointing
+from oomb.models.causal_lm import is_checkpointing, switch_checkpointing
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 

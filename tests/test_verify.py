@@ -10,8 +10,9 @@ import torch
 from command import invoke
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from oomb import presets, verify
+from oomb import verify
 from oomb.config import Config
+from oomb.models import load
 
 
 def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
@@ -39,7 +40,7 @@ def test_a_soft_cap_is_part_of_the_truth(capped_model: Path) -> None:
     assert result.exit_code == 0, result.output
     result = invoke("bench", "--model_name_or_path", capped_model, "--contexts", "96", *options)
     assert result.exit_code == 0 and "WRONG" not in result.output, result.output
-    plain = presets.load_model(str(capped_model), device="cpu")
+    plain = load.load_model(str(capped_model), device="cpu")
     capped = plain(torch.arange(96)[None], labels=torch.arange(96)[None]).loss
     plain.config.attn_logit_softcapping = None
     for layer in plain.model.layers:
@@ -89,7 +90,7 @@ def test_verify_does_not_trust_wrong_gradients(saved_model: Path, monkeypatch: p
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    model = presets.load_model("demo", device="cpu", dtype=dtype)
+    model = load.load_model("demo", device="cpu", dtype=dtype)
     wrong = "model.layers.1.mlp.up_proj.weight"
     gradients = verify._gradients
     calls: list[int] = []
@@ -110,7 +111,7 @@ def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPa
 
 
 def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
-    config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    config = load.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     model = AutoModelForCausalLM.from_config(config)
     assert verify.compare(model, Config(chunk_size=24), context=64).trusted
     with pytest.raises(ValueError, match="compare a mixture of experts in float32"):
@@ -118,7 +119,7 @@ def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
 
 
 def test_verify_leaves_the_model_as_it_was() -> None:
-    model = presets.load_model("demo", device="cpu", dtype="bfloat16").train()
+    model = load.load_model("demo", device="cpu", dtype="bfloat16").train()
     before = {name: (value.dtype, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     verify.compare(model, Config(chunk_size=32), context=64)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -153,14 +154,14 @@ def test_verify_keeps_only_some_layers_of_a_large_model() -> None:
 def test_adapters_alone_are_refused_with_the_way_to_merge_them(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"LoRA adapters without their base model.*merge_and_unload"):
-        presets.check_model_name(str(tmp_path))
+        load.check_model_name(str(tmp_path))
 
 
 def test_a_folder_comes_before_a_preset_that_is_called_so_in_small_letters(
     saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")
+    assert load.is_preset("SmolLM2-135M") and load.is_preset("smollm2-135m")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SmolLM2-135M").symlink_to(saved_model)
-    assert not presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")
-    assert presets.load_model("SmolLM2-135M", device="cpu").config.vocab_size < 1000
+    assert not load.is_preset("SmolLM2-135M") and load.is_preset("smollm2-135m")
+    assert load.load_model("SmolLM2-135M", device="cpu").config.vocab_size < 1000

@@ -11,7 +11,7 @@ from families import VOCAB, random_ids, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import oomb
-from oomb.model import CausalLM
+from oomb.models.causal_lm import CausalLM
 
 IMAGE, VIDEO = 90, 91
 TEXT = {

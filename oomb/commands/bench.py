@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb import presets
 from oomb.commands.shared import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
+from oomb.models import load
 from oomb.options import Device, Dtype, TrustRemoteCode, parse_list, parse_tokens, with_engine_options
 
 
@@ -66,12 +66,12 @@ def bench(
         for mode in chosen_modes:
             if mode not in ("oomb", "standard"):
                 raise ValueError(f"--modes has {mode!r}; the modes are oomb and standard")
-        place = presets.resolve_device(device)
+        place = load.resolve_device(device)
         on_gpu = place.type == "cuda"
         name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
-        presets.check_model_name(name)
+        load.check_model_name(name)
         lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
-        precision = str(presets.resolve_dtype(dtype, place)).removeprefix("torch.")
+        precision = str(load.resolve_dtype(dtype, place)).removeprefix("torch.")
         quiet()
         from oomb import bench as benchmark
 
@@ -80,9 +80,9 @@ def bench(
         if selection_map is not None:
             from oomb import selection
 
-            num_layers = presets.load_config(name, **trust).get_text_config(decoder=True).num_hidden_layers
+            num_layers = load.load_config(name, **trust).get_text_config(decoder=True).num_hidden_layers
             selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)
-            tokenizer = None if presets.is_preset(name) else presets.load_tokenizer(name, **trust)
+            tokenizer = None if load.is_preset(name) else load.load_tokenizer(name, **trust)
             ids = selection.text_ids(tokenizer, max(lengths), selection_text)
 
             def finish(engine: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb import presets
 from oomb.commands.shared import (
     PRESET_NAMES,
     CommandOfSettings,
@@ -16,6 +15,7 @@ from oomb.commands.shared import (
     quiet,
     train_options,
 )
+from oomb.models import load
 from oomb.options import (
     DATA,
     OUTPUT,
@@ -129,8 +129,8 @@ def eval_(
         )
         for name, value in reading.items():
             check_value(name, value)
-        if not presets.holds_adapters(model):
-            presets.check_model_name(model)
+        if not load.holds_adapters(model):
+            load.check_model_name(model)
         quiet()
         from oomb.evaluate.needles import NeedleSettings
         from oomb.evaluate.run import Settings, run

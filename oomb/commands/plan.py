@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb import presets
 from oomb.commands.shared import EXIT_DOES_NOT_FIT, PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.models import load
 from oomb.options import (
     DATA,
     MODEL,
@@ -69,7 +69,7 @@ def plan(
     with one_clear_message():
         settings = engine_settings(engine)
         length = parse_tokens(context, "--context")
-        presets.check_model_name(model_name_or_path)
+        load.check_model_name(model_name_or_path)
         quiet()
         from oomb import planner
 

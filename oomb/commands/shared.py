@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from oomb import presets
 from oomb.config import Config
+from oomb.models import load
 from oomb.options import parse_tokens
 from oomb.train.names import ALIASES, refuse_two_values
 from oomb.train.settings import TYPES, own_fields
@@ -25,7 +25,7 @@ EXIT_NOT_TRUSTED = 1
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-PRESET_NAMES = ", ".join(presets.PRESETS)
+PRESET_NAMES = ", ".join(load.PRESETS)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def engine_settings(options: dict[str, Any]) -> dict[str, Any]:
     """A command's options as settings of `oomb.Config`, checked."""
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["chunk_size"] = parse_tokens(chosen["chunk_size"], "--chunk_size")
-    words: dict[str, Any] = {"true": True, "false": False, **presets.SHORT_DTYPES}
+    words: dict[str, Any] = {"true": True, "false": False, **load.SHORT_DTYPES}
     chosen = {
         name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in chosen.items()
     }

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb import presets
 from oomb.commands.shared import CommandOfSettings, one_clear_message, quiet
 from oomb.config import parse_bytes
+from oomb.models import load
 from oomb.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
 
 
@@ -86,7 +86,7 @@ def tokenize(
     """
     with one_clear_message():
         if tokenizer_name is not None and not Path(tokenizer_name).expanduser().is_dir():
-            presets.check_model_name(tokenizer_name)
+            load.check_model_name(tokenizer_name)
         console = Console()
         quiet()
         from oomb.data import tokenizing
@@ -97,7 +97,7 @@ def tokenize(
             tokenizer_name=tokenizer_name,
             load_tokenizer=None
             if tokenizer_name is None
-            else functools.partial(presets.load_tokenizer, tokenizer_name, trust_remote_code=trust_remote_code),
+            else functools.partial(load.load_tokenizer, tokenizer_name, trust_remote_code=trust_remote_code),
             join=join,
             seed=seed,
             shard_bytes=parse_bytes(shard_size, "--shard_size"),

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb import presets
 from oomb.commands.shared import (
     CommandOfSettings,
     engine_settings,
@@ -19,6 +18,7 @@ from oomb.commands.shared import (
     train_options,
     warnings_as_lines,
 )
+from oomb.models import load
 from oomb.options import ENGINE_OPTIONS
 from oomb.train import config_file
 from oomb.train.config_file import FileSettings
@@ -98,7 +98,7 @@ def train(ctx: typer.Context, **given: Any) -> None:
     """
     with one_clear_message():
         settings = gather(ctx, given)
-        presets.check_model_name(settings.model_name_or_path)
+        load.check_model_name(settings.model_name_or_path)
         if given["print_config"]:
             typer.echo(config_file.write(settings), nl=False)
             return

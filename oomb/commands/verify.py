@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb import presets
 from oomb.commands.shared import EXIT_NOT_TRUSTED, PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.models import load
 from oomb.options import Device, TrustRemoteCode, parse_tokens, with_engine_options
 
 
@@ -44,7 +44,7 @@ def verify(
     with one_clear_message():
         settings = engine_settings(engine)
         chunk_size = settings.pop("chunk_size")
-        presets.check_model_name(model)
+        load.check_model_name(model)
         quiet()
         from oomb.verify import verify as compare
 

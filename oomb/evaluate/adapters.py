@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomb import presets
+from oomb.models import load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 def base_of(name_or_path: str) -> str | None:
     """The model that the adapters of a folder were trained on; None where the folder or hub id is a whole model. What
     is missing is told here, before anything is loaded."""
-    if not presets.holds_adapters(name_or_path):
+    if not load.holds_adapters(name_or_path):
         return None
     folder = Path(name_or_path).expanduser()
     if not any((folder / name).is_file() for name in WEIGHTS):
@@ -36,7 +36,7 @@ def base_of(name_or_path: str) -> str | None:
             "preset's, which are not saved"
         )
     try:
-        presets.check_model_name(str(base))
+        load.check_model_name(str(base))
     except ValueError as error:
         raise ValueError(
             f"{folder} holds LoRA adapters of {str(base)!r}, which is not here: call oomb eval where it is, or write "

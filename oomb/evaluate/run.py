@@ -18,7 +18,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from oomb import presets
 from oomb.config import Config
 from oomb.data.encode import NUM_BYTE_IDS
 from oomb.data.finding import STDLIB
@@ -30,6 +29,7 @@ from oomb.evaluate.adapters import base_of, with_adapters
 from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.samples import sample_text
+from oomb.models import load
 from oomb.panel import PLAIN_INTERVAL_S, bytes_bar
 from oomb.utils.metrics import machine
 
@@ -79,16 +79,16 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Evaluates, prints tables, and returns what it writes to `settings.output`."""
     started = time.monotonic()
     config = Config.from_dict(settings.engine)
-    device = presets.resolve_device(settings.device)
-    presets.resolve_dtype(settings.dtype, device)
+    device = load.resolve_device(settings.device)
+    load.resolve_dtype(settings.dtype, device)
     base = base_of(settings.model_name_or_path)
     whole = settings.model_name_or_path if base is None else base
     trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    model_config = presets.load_config(whole, **trust)
+    model_config = load.load_config(whole, **trust)
     tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base), **trust)
     if settings.tokenizer_name is not None and tokenizer is not None:
         own_name = _tokenizer_name(replace(settings, tokenizer_name=None), base) or whole
-        fault = presets.another_tokenizer(settings.tokenizer_name, tokenizer, own_name, **trust)
+        fault = load.another_tokenizer(settings.tokenizer_name, tokenizer, own_name, **trust)
         if fault is not None:
             raise ValueError(f"--tokenizer_name {fault}. Leave out --tokenizer_name")
     # Text is cheaper to find fault with than weights are to load.
@@ -99,7 +99,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     _describe(settings, base, split, windows, console)
 
     torch.manual_seed(settings.seed)
-    model = presets.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config, **trust)
+    model = load.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config, **trust)
     engine = Engine(model if base is None else with_adapters(model, settings.model_name_or_path), config)
     lengths = [len(window["input_ids"]) for window in windows] + [h.length for h in haystacks for _ in range(2)]
     with _showing(engine, lengths, console):
@@ -145,14 +145,14 @@ def tokenizer_for(
     """The tokenizer that is named, or the model's own; None for presets and what was trained from them on bytes."""
     vocab_size = config.get_text_config().vocab_size
     if tokenizer_name is not None:
-        tokenizer = presets.load_tokenizer(tokenizer_name, trust_remote_code=trust_remote_code)
-    elif presets.is_preset(name_or_path):
+        tokenizer = load.load_tokenizer(tokenizer_name, trust_remote_code=trust_remote_code)
+    elif load.is_preset(name_or_path):
         tokenizer = None
     else:
         try:
-            tokenizer = presets.load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
+            tokenizer = load.load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
         except ValueError:
-            if vocab_size != presets.PRESETS["demo"]["vocab_size"]:
+            if vocab_size != load.PRESETS["demo"]["vocab_size"]:
                 raise
             tokenizer = None
     # Tokens added to it, padding for one, are no harm until a text has them.
@@ -171,7 +171,7 @@ def _tokenizer_name(settings: Settings, base: str | None) -> str | None:
     if settings.tokenizer_name is not None or base is None:
         return settings.tokenizer_name
     folder = Path(settings.model_name_or_path).expanduser()
-    has_tokenizer = any(any(folder.glob(pattern)) for pattern in presets.TOKENIZER_FILES)
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in load.TOKENIZER_FILES)
     return str(folder) if has_tokenizer else None
 
 
@@ -237,7 +237,7 @@ def _describe(
 
 def _check_positions(settings: Settings, config: PretrainedConfig, console: Console) -> None:
     longest = max(settings.max_length, *(settings.needle.lengths if settings.needle is not None else (0,)))
-    positions = presets.positions_of(config)
+    positions = load.positions_of(config)
     if positions is not None and longest > positions:
         console.print(
             f"[yellow]{longest:,} tokens are more than the {positions:,} positions this model was made for[/]",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from oomb.config import parse_bytes
-from oomb.presets import near_paths
+from oomb.models.load import near_paths
 from oomb.utils.metrics import GIB
 
 METRICS = "metrics.jsonl"

@@ -20,9 +20,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from oomb import checkpoints, presets
+from oomb import checkpoints
 from oomb.config import Config
 from oomb.data.finding import STDLIB
+from oomb.models import load
 from oomb.train import config_file
 from oomb.train.config_file import CONFIG, METRICS
 from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
@@ -143,14 +144,14 @@ def first_step(settings: Settings) -> int:
         what = "adapters: add --use_peft" if is_adapter else "whole weights: leave out --use_peft"
         raise ValueError(f"--resume_from_checkpoint {folder} holds {what}")
     if not is_adapter:
-        presets.check_model_name(settings.resume_from_checkpoint)
+        load.check_model_name(settings.resume_from_checkpoint)
     return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
 
 
 def portable(settings: Settings) -> Settings:
     """As config.yaml has them: paths that are there in full, so that the run can be gone on with from any folder."""
     # These words are taken as such even where a folder is called so.
-    is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == STDLIB}
+    is_word = {"model_name_or_path": load.is_preset, "dataset": lambda name: name == STDLIB}
     paths: dict[str, Any] = {}
     for key in ("model_name_or_path", "tokenizer_name", "dataset", "output_dir"):
         path = getattr(settings, key)
@@ -343,7 +344,7 @@ def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -
     if settings.use_peft:
         return _with_adapters(settings, saved_to)
     longer = settings.max_length * 2
-    positions = presets.positions_of(model.config)
+    positions = load.positions_of(model.config)
     is_possible = num_tokens >= longer and (positions is None or longer <= positions)
     context = longer if is_possible else settings.max_length
     where = {"device": settings.device, "dtype": settings.dtype}
@@ -363,7 +364,7 @@ def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -
 
 
 def _with_adapters(settings: Settings, saved_to: Path) -> str:
-    if presets.is_preset(settings.model_name_or_path):
+    if load.is_preset(settings.model_name_or_path):
         return (
             f"The adapters belong to random weights that are not saved: {settings.model_name_or_path} is a preset. "
             "They show speed and memory; name a folder or a hub id to train something to keep."

@@ -18,12 +18,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from oomb import presets
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.data.opening import open_dataset, unchecked
 from oomb.data.tokens import Split
+from oomb.models import load
+from oomb.models.adapters import bits_config
 from oomb.ops.logprob import IGNORED
-from oomb.quantised import bits_config
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.trainer import Trainer
 
@@ -63,7 +63,7 @@ def _is_there(package: str) -> bool:
 
 
 def device_of(settings: Settings) -> torch.device:
-    device = presets.resolve_device(settings.device)
+    device = load.resolve_device(settings.device)
     if device.index:
         # transformers places the model of a single process on the first GPU it sees.
         raise ValueError(f"--device {device} cannot be trained on; set CUDA_VISIBLE_DEVICES={device.index} instead")
@@ -77,7 +77,7 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
     fine-tuning are most. So float32 is the choice where it fits, with the arithmetic in bfloat16."""
     trains_weights = not settings.use_peft
     keeps_updates = settings.optim == "offloaded_adamw"
-    dtype = presets.SHORT_DTYPES.get(settings.dtype, settings.dtype)
+    dtype = load.SHORT_DTYPES.get(settings.dtype, settings.dtype)
     if dtype == "auto":
         if gpu_bytes is None or (settings.bf16 and trains_weights):
             dtype = "float32"
@@ -122,19 +122,19 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
 def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
     trust = {"trust_remote_code": settings.trust_remote_code}
     if settings.tokenizer_name is not None:
-        named = presets.load_tokenizer(settings.tokenizer_name, **trust)
-        fault = presets.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path, **trust)
+        named = load.load_tokenizer(settings.tokenizer_name, **trust)
+        fault = load.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path, **trust)
         if fault is not None:
             remedy = "or train a preset, or a model that was made for this tokenizer"
             raise SettingError("tokenizer_name", f"{fault}. Leave out --tokenizer_name; {remedy}")
         return named
-    if presets.is_preset(settings.model_name_or_path):
+    if load.is_preset(settings.model_name_or_path):
         return None
     try:
-        return presets.load_tokenizer(settings.model_name_or_path, **trust)
+        return load.load_tokenizer(settings.model_name_or_path, **trust)
     except ValueError:
         # What `oomb train` saves of a byte-level model has no tokenizer, and reads bytes again.
-        if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
+        if model_config.get_text_config().vocab_size == load.PRESETS[DEMO]["vocab_size"]:
             return None
         raise
 
@@ -142,7 +142,7 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
 def what_a_preset_is(settings: Settings) -> str | None:
     """For who names a preset and means the model of that name. None where there is nothing to say."""
     name = settings.model_name_or_path
-    if not presets.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
+    if not load.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
         return None
     text = ", and text is read as bytes" if settings.tokenizer_name is None else ""
     return f"{name} is a preset: random weights{text}. For the trained model name its hub id or a folder."
@@ -292,16 +292,16 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
         model = _in_4_bits(settings, model_config, device)
     elif resume is not None and not settings.use_peft:
         # The trainer loads the checkpoint only when it trains; the held-out loss before that is to be the checkpoint's.
-        model = presets.load_model(resume, **options)
+        model = load.load_model(resume, **options)
     else:
-        model = presets.load_model(settings.model_name_or_path, config=model_config, **options)
+        model = load.load_model(settings.model_name_or_path, config=model_config, **options)
     return _with_adapters(settings, model) if settings.use_peft else model
 
 
 def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch.device) -> Any:
-    if presets.is_preset(settings.model_name_or_path):
+    if load.is_preset(settings.model_name_or_path):
         raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
-    return presets.load_weights(
+    return load.load_weights(
         settings.model_name_or_path,
         config=model_config,
         trust_remote_code=settings.trust_remote_code,

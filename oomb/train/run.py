@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
-from oomb import checkpoints, presets
+from oomb import checkpoints
 from oomb.bench import step_flops
 from oomb.config import Config
 from oomb.data.finding import STDLIB, find_documents
@@ -24,6 +24,7 @@ from oomb.data.tokens import Split, Windows
 from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.memory.tiers import free_host_bytes
+from oomb.models import load
 from oomb.panel import bytes_bar
 from oomb.plan import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
@@ -46,9 +47,9 @@ def run(settings: Settings, console: Console) -> int:
     """Train. Returns the exit code. Everything that can be wrong with the settings is raised before the first step."""
     config = Config.from_dict(settings.engine)
     prepare.check_packages(settings)
-    presets.check_model_name(settings.model_name_or_path)
+    load.check_model_name(settings.model_name_or_path)
     device = prepare.device_of(settings)
-    presets.resolve_dtype(settings.dtype, device)
+    load.resolve_dtype(settings.dtype, device)
     if settings.dataset != STDLIB:
         find_documents(settings.dataset)
     is_auto = settings.resume_from_checkpoint == AUTO
@@ -78,7 +79,7 @@ def _run(
             console.print(f"[yellow]{escape(said)}[/]", highlight=False, soft_wrap=True)
 
     # Text is cheaper to find fault with than weights are to load.
-    model_config = presets.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
+    model_config = load.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
     if settings.use_peft:
         prepare.check_targets(settings, model_config)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -350,7 +351,7 @@ def _describe(
         lines.append(f"{what}: {gib(placement.gpu_bytes)} on {device}{host}")
     if precision.warning is not None:
         lines.append(f"[yellow]{escape(precision.warning)}[/]")
-    positions = presets.positions_of(model.config)
+    positions = load.positions_of(model.config)
     if positions is not None and settings.max_length > positions:
         lines.append(
             f"[yellow]--max_length {settings.max_length:,} is more than the {positions:,} positions this model was "

@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from oomb.model_state import ModelState
-from oomb.refusals import (
+from oomb.models.checks import (
     UnsupportedModelError,
     attention_dropout_text,
     refuse_attention_dropout,
     refuse_idle_layers,
     unwrap,
 )
+from oomb.models.state import ModelState
 
 ATTENTION_NAME, ATTENTION_FIELD = "oomb", "_attn_implementation_internal"
 CALL = "_compiled_call_impl"

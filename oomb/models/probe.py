@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from oomb.model import decoder_layers, learned_positions
+from oomb.models.causal_lm import decoder_layers, learned_positions
 from oomb.plan import LayerFacts, ModelFacts
 
 RECORDER_NAME = "oomb_recorder"

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomb import weights
+from oomb.models import weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -281,16 +281,16 @@ def load_weights(
         )
     except Exception as error:
         # Of any type: of safetensors, of torch, of pickle. The files are a better witness than its words.
-        broken = weights.what_is_broken(weights.folder_of(name_or_path))
+        broken = weight_files.what_is_broken(weight_files.folder_of(name_or_path))
         if broken is None:
             raise
         raise ValueError(broken) from error
     wrong = {key: (list(there), list(here)) for key, there, here in found["mismatched_keys"]}
     # Weights that are quantised as they are loaded transformers takes in any shape.
-    wrong |= weights.other_shapes(name_or_path, config, trust_remote_code) if is_made_small else {}
+    wrong |= weight_files.other_shapes(name_or_path, config, trust_remote_code) if is_made_small else {}
     if wrong:
         key, (there, here) = min(wrong.items())
-        holder = weights.shapes_in(name_or_path).get(key, (name_or_path, None))[0]
+        holder = weight_files.shapes_in(name_or_path).get(key, (name_or_path, None))[0]
         more = f" ({len(wrong) - 1} more are of other shapes too)" if len(wrong) > 1 else ""
         raise ValueError(
             f"{holder} has {key} of the shape {there}, and config.json asks for {here}{more}: they are of different "
@@ -407,7 +407,7 @@ def _refuse_code(
     """Raise ValueError if something could not be loaded because that takes Python code of its own."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    folder = weights.folder_of(name)
+    folder = weight_files.folder_of(name)
     kind = auto_class.__name__
     file = "tokenizer_config.json" if kind == "AutoTokenizer" else "config.json"
     if trust_remote_code or folder is None or not (folder / file).is_file():
