@@ -34,7 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomb.data.finding import STDLIB, find_documents
+from oomb.data.discover import STDLIB, find_documents
 from oomb.data.sources import SEED
 from oomb.options import parse_list, parse_tokens
 from oomb.report.run import Run, read_run

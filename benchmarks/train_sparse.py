@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import Tensor
 
 from oomb.config import Config
-from oomb.data.finding import STDLIB
-from oomb.data.opening import load
+from oomb.data.dataset import load
+from oomb.data.discover import STDLIB
 from oomb.engine import Engine
 from oomb.options import parse_tokens
 from oomb.utils import metrics

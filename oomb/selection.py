@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from oomb.config import TILE_SIZE
-from oomb.data.finding import STDLIB
-from oomb.data.opening import load
+from oomb.data.dataset import load
+from oomb.data.discover import STDLIB
 from oomb.engine import Engine
 from oomb.planner import check_plotting
 

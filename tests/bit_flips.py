@@ -21,7 +21,7 @@ from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
 from oomb import checkpoints
-from oomb.data.opening import open_dataset
+from oomb.data.dataset import open_dataset
 
 
 def flip(path: Path, bit: int) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from oomb.data.opening import open_dataset
+from oomb.data.dataset import open_dataset
 from oomb.data.tokens import Split, Windows
 
 HELLO = [

@@ -14,7 +14,7 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 
 from oomb import options, trainer
-from oomb.data.opening import load
+from oomb.data.dataset import load
 from oomb.interrupts import EXIT_INTERRUPTED
 from oomb.models import load as presets
 from oomb.progress import TrainingDisplay

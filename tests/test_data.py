@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oomb.data.dataset import load
+from oomb.data.discover import STDLIB, find_documents
 from oomb.data.encode import SEPARATOR_ID
-from oomb.data.finding import STDLIB, find_documents
-from oomb.data.opening import load
 from oomb.data.tokens import Tokens, Windows
 
 

@@ -12,7 +12,7 @@ from families import build
 from small_tokenizer import CHAT, MARKED, small_tokenizer
 
 from oomb.data.encode import SEPARATOR_ID
-from oomb.data.tokenizing import Job, tokenize
+from oomb.data.tokenize import Job, tokenize
 
 THINKING = "{{ '<think>' if loop.last and message['role'] == 'assistant' }}"
 

@@ -15,7 +15,7 @@ from command import TOY_RUN, invoke
 from datasets_made import examples, opened, write_lines
 
 from oomb.data import shards
-from oomb.data.tokenizing import Job, tokenize
+from oomb.data.tokenize import Job, tokenize
 
 SHARD = "tokens-00001.npy"
 ARRAYS = (SHARD, shards.DOCUMENTS, shards.LEARNT)

@@ -13,7 +13,7 @@ from datasets_made import HELLO, examples, opened, texts, write_lines
 from small_tokenizer import small_tokenizer
 
 from oomb.data.sources import open_source
-from oomb.data.tokenizing import Job, tokenize
+from oomb.data.tokenize import Job, tokenize
 
 
 def test_records_are_read_without_what_is_about_them(tmp_path: Path) -> None:

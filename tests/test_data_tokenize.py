@@ -27,7 +27,7 @@ from waiting import wait_until
 from oomb import panel
 from oomb.commands import tokenize as command
 from oomb.data import shards
-from oomb.data.tokenizing import Job, tokenize
+from oomb.data.tokenize import Job, tokenize
 
 ROOT = Path(__file__).parents[1]
 

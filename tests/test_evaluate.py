@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from oomb.config import Config
-from oomb.data.opening import load
+from oomb.data.dataset import load
 from oomb.engine import Engine
 from oomb.evaluate.needles import LEAD, NeedleSettings, build_haystacks, needle_scores
 from oomb.evaluate.positions import perplexity_by_position

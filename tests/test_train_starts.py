@@ -21,7 +21,7 @@ import torch
 from command import invoke
 
 from oomb import checkpoints
-from oomb.data.opening import load
+from oomb.data.dataset import load
 from oomb.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.models import load as presets

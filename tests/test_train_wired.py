@@ -13,7 +13,7 @@ import torch
 from command import invoke
 from small_tokenizer import save_chats
 
-from oomb.data.opening import load
+from oomb.data.dataset import load
 from oomb.train.probe import Probe
 from oomb.train.settings import Settings
 

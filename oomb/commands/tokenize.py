@@ -89,7 +89,7 @@ def tokenize(
             load.check_model_name(tokenizer_name)
         console = Console()
         quiet()
-        from oomb.data import tokenizing
+        from oomb.data import tokenize as tokenizing
 
         job = tokenizing.Job(
             dataset=dataset,

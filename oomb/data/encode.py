@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
-from oomb.data.finding import listed
+from oomb.data.discover import listed
 from oomb.data.sources import SHOW, Record, Source
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from oomb.data.finding import (
+from oomb.data.discover import (
     LIKE_RECORDS,
     RECORD_SUFFIXES,
     STDLIB,

@@ -19,9 +19,9 @@ from rich.table import Table
 from torch import Tensor
 
 from oomb.config import Config
+from oomb.data.dataset import open_dataset, unchecked
+from oomb.data.discover import STDLIB
 from oomb.data.encode import NUM_BYTE_IDS
-from oomb.data.finding import STDLIB
-from oomb.data.opening import open_dataset, unchecked
 from oomb.data.sources import SEED
 from oomb.data.tokens import Split
 from oomb.engine import Engine

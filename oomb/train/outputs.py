@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from oomb import checkpoints
 from oomb.config import Config
-from oomb.data.finding import STDLIB
+from oomb.data.discover import STDLIB
 from oomb.models import load
 from oomb.train import config_file
 from oomb.train.config_file import CONFIG, METRICS

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from oomb.config import OFFLOADED_STATES, Config
-from oomb.data.opening import open_dataset, unchecked
+from oomb.data.dataset import open_dataset, unchecked
 from oomb.data.tokens import Split
 from oomb.models import load
 from oomb.models.adapters import bits_config

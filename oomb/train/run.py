@@ -19,7 +19,7 @@ from transformers import PrinterCallback
 from oomb import checkpoints
 from oomb.bench import step_flops
 from oomb.config import Config
-from oomb.data.finding import STDLIB, find_documents
+from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
 from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from oomb.data import shards
+from oomb.data.discover import STDLIB, find_documents
 from oomb.data.encode import Encoded, Encoder, Tally, kind_of
-from oomb.data.finding import STDLIB, find_documents
 from oomb.data.manifest import find, read_manifest
 from oomb.data.sources import SEED, Source, open_source
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.checking import Report
+from oomb.data.discover import STDLIB
 from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
-from oomb.data.finding import STDLIB
 from oomb.data.manifest import find
 from oomb.data.sources import SEED, Source, open_source
 from oomb.data.tokens import Origins, Split, Tokens, Windows, is_learnt, pieces
