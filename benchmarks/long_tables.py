@@ -7,7 +7,7 @@ from typing import Any
 
 from result_files import exists, load, seconds, steps
 
-from oomb.advice import SPARE_HOST_BYTES
+from oomb.planner.fit import SPARE_HOST_BYTES
 from oomb.utils import metrics
 
 LORA, FULL, SMALL = "curve_brim.json", "plan_check_full.json", "plan_check_24gib_1m.json"

@@ -27,16 +27,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from oomb.advice import SPARE_HOST_BYTES
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.engine import Engine
-from oomb.forecast import CONTEXT_BYTES, Machine, Plan, forecast
 from oomb.memory.tiers import free_host_bytes
 from oomb.models.load import autocast_for, load_model, with_lora
 from oomb.models.probe import facts_of
 from oomb.optim import OffloadedAdamW
 from oomb.options import parse_list, parse_tokens
-from oomb.planner import find_machine
+from oomb.planner.fit import SPARE_HOST_BYTES
+from oomb.planner.forecast import CONTEXT_BYTES, Machine, Plan, forecast
+from oomb.planner.report import find_machine
 from oomb.utils import metrics
 
 EIGHT_BITS: dict[str, Any] = {"page_budget": 64, "page_size": 128, "kv_dtype": "int8", "grad_dtype": "int8"}

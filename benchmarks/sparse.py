@@ -30,7 +30,7 @@ from oomb.config import Config
 from oomb.engine import Engine
 from oomb.models.load import load_model
 from oomb.options import parse_list, parse_tokens
-from oomb.planner import short_tokens
+from oomb.planner.report import short_tokens
 from oomb.utils import metrics
 
 MODEL, CHUNK_SIZE, PAGE_SIZE, BUDGET = "qwen2.5-7b", 4096, 128, 64

@@ -23,10 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.config import Config
 from oomb.engine import Engine
-from oomb.forecast import PEAK_TFLOPS
 from oomb.models.causal_lm import CausalLM, switch_checkpointing
 from oomb.models.load import autocast_for, load_model, with_lora
 from oomb.ops.logprob import IGNORED, TiledHead
+from oomb.planner.forecast import PEAK_TFLOPS
 from oomb.utils import metrics
 
 MODES = ("oomb", "standard")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from oomb.advice import decide
 from oomb.config import Config, parse_bytes
 from oomb.grads import pending_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
@@ -19,7 +18,8 @@ from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers, free_host_bytes, usable_gpu_bytes
 from oomb.models.causal_lm import CausalLM, LayerShape
 from oomb.models.probe import facts_of
-from oomb.plan import LayerFacts, Placement, choosing
+from oomb.planner.fit import decide
+from oomb.planner.placement import LayerFacts, Placement, choosing
 
 SLOW_ADAPTERS = (
     "the adapters compute in float32 beside 16-bit weights, which is slower and takes more memory: call the engine "

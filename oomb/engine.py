@@ -33,7 +33,7 @@ from oomb.memory.store import PageStore
 from oomb.models.causal_lm import CausalLM, callers_autocast, one_at_a_time
 from oomb.models.state import ModelState
 from oomb.ops.logprob import TiledHead
-from oomb.plan import Placement
+from oomb.planner.placement import Placement
 
 RECOMPILE_LIMIT = 64
 """Layers are compiled anew for every batch size, in both passes; PyTorch's limit of 8 would stop at the fifth size."""

@@ -19,10 +19,10 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from oomb.engine import Engine
-from oomb.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.interrupts import Interrupts
 from oomb.memory.pool import GPU, HOST
 from oomb.panel import PLAIN_INTERVAL_S, LivePanel, View
+from oomb.planner.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.utils.metrics import JsonLines, MemoryMeter, gib, seconds
 
 # Of a step's time, about: the gradient pass computes every chunk again and then its backward, twice the work of that.

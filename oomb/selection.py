@@ -13,7 +13,7 @@ from oomb.config import TILE_SIZE
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB
 from oomb.engine import Engine
-from oomb.planner import check_plotting
+from oomb.planner.report import check_plotting
 
 MOST_CELLS = 2048
 """More tiles or pages than this are drawn several to a point."""

@@ -15,13 +15,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import oomb
-from oomb import plan
 from oomb.attention import reference, sparse
 from oomb.memory import batch_copy
 from oomb.memory import selected as chosen_module
 from oomb.memory.selected import ChosenPages, PageView
 from oomb.ops import page_attention_reference
 from oomb.ops.triton_kernels import elementwise
+from oomb.planner import placement
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -306,7 +306,7 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
 
 def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """If need be in the interpreter."""
-    patch.setattr(plan, "TILE_SIZE", 16)
+    patch.setattr(placement, "TILE_SIZE", 16)
     if ON_GPU:
         return
     init = ChosenPages.__init__
@@ -363,6 +363,6 @@ def test_the_engine_with_kernels(config: dict[str, Any], with_kernels: None, mon
         expected = gradients(kernels="torch")
     else:
         monkeypatch.undo()
-        monkeypatch.setattr(plan, "TILE_SIZE", 16)
+        monkeypatch.setattr(placement, "TILE_SIZE", 16)
         expected = gradients()
     assert relative_error(found, expected) < 1e-5

@@ -13,16 +13,16 @@ from families import FAMILIES, SIZES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb import activations, advice, planner
-from oomb import forecast as forecasting
-from oomb.advice import decide, longest_context
 from oomb.config import Config, parse_bytes
-from oomb.forecast import Machine, Plan, forecast, machine_named
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
 from oomb.models.probe import facts_of
 from oomb.ops import logprob
-from oomb.plan import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
+from oomb.planner import activations, fit, report
+from oomb.planner import forecast as forecasting
+from oomb.planner.fit import decide, longest_context
+from oomb.planner.forecast import Machine, Plan, forecast, machine_named
+from oomb.planner.placement import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
 from oomb.utils.metrics import GIB
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ TINY = ModelFacts(
 
 @functools.cache
 def facts_for(name: str, lora: bool = False) -> ModelFacts:
-    return planner.facts_for(name, lora=lora)
+    return report.facts_for(name, lora=lora)
 
 
 def ask(facts: ModelFacts = TINY, config: Config | None = None, **changes: Any) -> Placement:
@@ -271,12 +271,12 @@ def test_advice_is_no_more_than_is_needed(request: Request) -> None:
     """Nothing of it can be left out, and no setting can be milder."""
 
     def fits(chosen: dict[str, Any]) -> bool:
-        return place(advice.changed(request, chosen))[1] is None
+        return place(fit.changed(request, chosen))[1] is None
 
-    options = advice.engine_options(request)
-    chosen = advice.fewest(options, fits)
+    options = fit.engine_options(request)
+    chosen = fit.fewest(options, fits)
     if chosen is None:
-        assert not any(fits(some) for some in advice.leanest(options))
+        assert not any(fits(some) for some in fit.leanest(options))
         return
     assert fits(chosen) and (chosen == {}) == (place(request)[1] is None)
     for setting in chosen:
@@ -288,13 +288,13 @@ def test_advice_is_no_more_than_is_needed(request: Request) -> None:
 
 def test_the_mildest_settings_do() -> None:
     """A toy: what each setting saves, and how much must be saved."""
-    harms = advice.Harm
+    harms = fit.Harm
     saved = {("a", 1): 1, ("b", 1): 2, ("c", 1): 2, ("c", 2): 4, ("d", 1): 8}
     kinds = [harms.NONE, harms.TIME, harms.CHUNKS, harms.ROUNDING, harms.EIGHT_BITS]
-    options = [advice.Option(*key, harm) for key, harm in zip(saved, kinds, strict=True)]
+    options = [fit.Option(*key, harm) for key, harm in zip(saved, kinds, strict=True)]
 
-    def chosen(needed: int, options: list[advice.Option] = options) -> dict[str, Any] | None:
-        return advice.fewest(options, lambda some: sum(saved[item] for item in some.items()) >= needed)
+    def chosen(needed: int, options: list[fit.Option] = options) -> dict[str, Any] | None:
+        return fit.fewest(options, lambda some: sum(saved[item] for item in some.items()) >= needed)
 
     found = {needed: chosen(needed) for needed in (0, 1, 2, 3, 4, 5, 7, 8, 15, 16)}
     assert found == {
@@ -303,16 +303,16 @@ def test_the_mildest_settings_do() -> None:
     }  # fmt: skip
     # One that takes more than it gives is left out, if it is known for that.
     saved |= {("e", 1): -5, ("e", 2): -20}
-    hurting = advice.Option("e", 1, harms.TIME, may_hurt=True)
+    hurting = fit.Option("e", 1, harms.TIME, may_hurt=True)
     assert chosen(15, [*options, hurting]) == found[15]
     assert chosen(15, [*options, replace(hurting, may_hurt=False)]) is None
-    worse = [advice.Option("e", value, harms.EIGHT_BITS, may_hurt=True) for value in (1, 2)]
+    worse = [fit.Option("e", value, harms.EIGHT_BITS, may_hurt=True) for value in (1, 2)]
     assert chosen(8, [*options, *worse]) == found[8], "nor is it put in where there is room for it"
 
 
 @given(st.integers(0, 1 << 45))
 def test_a_size_in_four_digits_is_near(num_bytes: int) -> None:
-    assert 0.999 * num_bytes - 1 <= parse_bytes(advice.four_digits(num_bytes)) <= num_bytes
+    assert 0.999 * num_bytes - 1 <= parse_bytes(fit.four_digits(num_bytes)) <= num_bytes
 
 
 def test_a_refusal_says_how_much_host_memory_is_enough() -> None:

@@ -22,9 +22,9 @@ import typer
 import update_tables
 
 from oomb.config import Config
-from oomb.forecast import Machine, forecast
 from oomb.models import load
 from oomb.models.probe import facts_of
+from oomb.planner.forecast import Machine, forecast
 from oomb.utils.metrics import GIB
 
 STEP = ("--cases", "lora-8bit", "--contexts", "8K", "--places", "auto")

@@ -10,7 +10,7 @@ import pytest
 from test_plan import H200, facts_for
 
 from oomb.config import Config, parse_bytes
-from oomb.forecast import forecast
+from oomb.planner.forecast import forecast
 from oomb.utils.metrics import GIB
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

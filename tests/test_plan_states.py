@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from oomb import forecast, planner
 from oomb.config import OFFLOADED_STATES
-from oomb.forecast import machine_named
 from oomb.models import load
 from oomb.optim import OffloadedAdamW
+from oomb.planner import forecast, report
+from oomb.planner.forecast import machine_named
 from oomb.utils.metrics import GIB
 
 H200 = machine_named("H200", 100 * GIB)
@@ -21,7 +21,7 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     """Counted without float32 copies, of which the plan says how much they are more."""
     if lora:
         pytest.importorskip("peft")
-    told = planner.plan("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
+    told = report.plan("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
     [states] = [term.num_bytes for term in told.plan.terms if term.name == forecast.STATES]
     model = load.load_model("demo", dtype=dtype, device="cpu")
     if lora:
@@ -43,5 +43,5 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
 
 
 def test_no_copies_are_spoken_of_where_no_optimizer_keeps_them() -> None:
-    told = planner.plan("demo", 4096, H200, optimizer="adamw")
+    told = report.plan("demo", 4096, H200, optimizer="adamw")
     assert told.master_bytes and not any("copies" in line for line in told.lines())

@@ -18,10 +18,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import oomb
 from oomb import panel, progress
-from oomb.forecast import PEAK_TFLOPS
 from oomb.interrupts import StopRequested
 from oomb.models import load
 from oomb.panel import View, lines_of, sparkline
+from oomb.planner.forecast import PEAK_TFLOPS
 from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
 from oomb.utils.metrics import GIB, JsonLines, MemoryMeter
 

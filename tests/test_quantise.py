@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oomb
-from oomb import plan
 from oomb.memory import batch_copy
 from oomb.memory.rows import LayerSpec, Row, pair
 from oomb.memory.selected import Choosing
@@ -20,6 +19,7 @@ from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.ops.int8 import LEVELS, dequantise, quantise
 from oomb.ops.rounding import accumulate_
+from oomb.planner import placement
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -204,7 +204,7 @@ def gradients(model: Any, ids: Tensor, **config: Any) -> Tensor:
 @pytest.mark.parametrize("budget", [None, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_training_on_pages_in_eight_bits(family: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "TILE_SIZE", 8)
+    monkeypatch.setattr(placement, "TILE_SIZE", 8)
     model, ids = build(family), random_ids(2, 101)
     exact = gradients(model, ids, page_budget=budget)
     for kv, grad, tolerance in (("int8", "auto", 0.03), ("auto", "int8", 0.03), ("int8", "int8", 0.04)):

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import TINY
 
-from oomb import planner, recipe
 from oomb.config import Config, parse_bytes
-from oomb.forecast import OPTIMIZERS, Machine, Plan, forecast, machine_named
-from oomb.plan import ModelFacts, place
-from oomb.recipe import Answer, Recipe, answer
+from oomb.planner import report, suggest
+from oomb.planner.forecast import OPTIMIZERS, Machine, Plan, forecast, machine_named
+from oomb.planner.placement import ModelFacts, place
+from oomb.planner.suggest import Answer, Recipe, answer
 from oomb.utils.metrics import GIB
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ ADAPTED = replace(
 
 @functools.cache
 def facts_for(lora: bool) -> ModelFacts:
-    return planner.facts_for("qwen2.5-7b", lora=lora)
+    return report.facts_for("qwen2.5-7b", lora=lora)
 
 
 def asked_of(plan: Plan, facts: ModelFacts, lora: bool = False, adapted: ModelFacts | None = None) -> Answer:
@@ -96,7 +96,7 @@ def test_a_recipe_is_as_mild_as_can_be() -> None:
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_smaller_batch_comes_before_all_that_is_approximate(lora: bool) -> None:
     """One sequence at a time gives the same gradient, and its pages are a fourth."""
-    machine, facts = machine_named("A100-80GB", 100 * GIB), planner.facts_for("smollm2-135m", lora=lora)
+    machine, facts = machine_named("A100-80GB", 100 * GIB), report.facts_for("smollm2-135m", lora=lora)
     plan = forecast(facts, Config(), machine, batch_size=4, length=1 << 20)
     # Four sequences take more than an hour, one does not: no pages are chosen.
     assert not plan.fits and plan.seconds is not None and plan.seconds > 3600
@@ -194,7 +194,7 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
     for found in (told.recipe, *told.longest, told.elsewhere):
         if found is None:
             continue
-        assert found.plan.fits and found.changes.keys() <= recipe.MEANINGS.keys()
+        assert found.plan.fits and found.changes.keys() <= suggest.MEANINGS.keys()
         # Applied as a Config, it is the same plan.
         changes = dict(found.changes)
         optimizer = changes.pop("optimizer", plan.optimizer)
@@ -408,7 +408,7 @@ def test_without_peft_it_says_what_to_install() -> None:
 def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing pages takes milliseconds, with chosen pages about ten of them."""
     calls = []
-    monkeypatch.setattr(recipe, "place", lambda request: calls.append(1) or place(request))
+    monkeypatch.setattr(suggest, "place", lambda request: calls.append(1) or place(request))
     for length in (1 << 21, 1 << 22, 1 << 24):
         calls.clear()
         seven_billion(length)

@@ -10,12 +10,13 @@ from checks import engine_for
 from command import invoke
 from families import build, random_ids
 
-from oomb import plan, selection
+from oomb import selection
+from oomb.planner import placement
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (plan, selection):
+    for module in (placement, selection):
         monkeypatch.setattr(module, "TILE_SIZE", 8)
 
 

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import oomb
-from oomb import plan
 from oomb.memory.past import ChosenLayerPast
+from oomb.planner import placement
 
 CHUNK, PAGE, TILE = 16, 8, 8
 TOLERANCE = 1e-10
@@ -26,7 +26,7 @@ _seen: dict[int, Tensor] = {}
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "TILE_SIZE", TILE)
+    monkeypatch.setattr(placement, "TILE_SIZE", TILE)
 
 
 @pytest.fixture

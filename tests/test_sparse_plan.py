@@ -12,11 +12,11 @@ from test_plan import MIB, TINY, ask
 import oomb
 from oomb.config import Config
 from oomb.engine import Sequence
-from oomb.forecast import Machine, forecast
 from oomb.inputs import Batch
 from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
-from oomb.planner import facts_for
+from oomb.planner.forecast import Machine, forecast
+from oomb.planner.report import facts_for
 from oomb.utils.metrics import GIB
 
 SPARSE = {"chunk_size": 256, "page_size": 64, "page_budget": 3}

@@ -28,13 +28,13 @@ pytest.importorskip("triton")
 from followed import Kernel, follow, memory_for
 
 import oomb
-from oomb import plan
 from oomb.attention import sparse
 from oomb.memory import batch_copy
 from oomb.memory.selected import ChosenPages
 from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
 from oomb.ops.triton_kernels import elementwise
+from oomb.planner import placement
 
 LENGTH = 74
 SIZES: dict[str, Any] = {"chunk_size": 16, "page_size": 8, "page_budget": 3}
@@ -66,7 +66,7 @@ KEPT: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "TILE_SIZE", 8)
+    monkeypatch.setattr(placement, "TILE_SIZE", 8)
 
 
 @pytest.fixture(params=WAYS)
@@ -98,7 +98,7 @@ results = functools.partial(interleaved, length=LENGTH)
 def expected_results(name: str) -> list[Tensor]:
     """With all pages on the GPU, the plain way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "TILE_SIZE", 8)
+        patch.setattr(placement, "TILE_SIZE", 8)
         model = copy.deepcopy(tiny(name))
         return results(model, engine_for(model, kernels="torch", fuse="off", **KEPT[0], **SIZES))
 
@@ -436,7 +436,7 @@ def test_late_streams_change_nothing(
 ) -> None:
     from test_gpu import wide_llama
 
-    monkeypatch.setattr(plan, "TILE_SIZE", 32)
+    monkeypatch.setattr(placement, "TILE_SIZE", 32)
     model = wide_llama(hidden_size=128, intermediate_size=256, num_attention_heads=2).to(dtype)
     expected = gpu_results(model, "gpu", {**KEPT[kept], **short})
     assert are_equal(gpu_results(model, "gpu", {**KEPT[kept], **short}), expected), "it does not even repeat itself"

@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 
 from followed import follow, memory_for
 
-from oomb import plan
 from oomb.attention import sparse
 from oomb.memory.store import PageStore
+from oomb.planner import placement as plan
 
 LENGTH = 90
 SIZES = {

@@ -15,9 +15,9 @@ from test_gpu import wide_llama
 from torch import Tensor
 
 import oomb
-from oomb import plan
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.store import PageStore
+from oomb.planner import placement as plan
 
 LENGTH = 300
 FAMILIES = {

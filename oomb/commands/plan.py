@@ -71,14 +71,14 @@ def plan(
         length = parse_tokens(context, "--context")
         load.check_model_name(model_name_or_path)
         quiet()
-        from oomb import planner
+        from oomb.planner import report
 
         if plot is not None:
-            planner.check_plotting(plot)
-        forecast = planner.plan(
+            report.check_plotting(plot)
+        forecast = report.plan(
             model_name_or_path,
             length,
-            planner.find_machine(gpu, host),
+            report.find_machine(gpu, host),
             batch_size=batch_size,
             dtype=dtype,
             lora=lora,

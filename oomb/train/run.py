@@ -26,7 +26,7 @@ from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.memory.tiers import free_host_bytes
 from oomb.models import load
 from oomb.panel import bytes_bar
-from oomb.plan import Placement, host_budget
+from oomb.planner.placement import Placement, host_budget
 from oomb.progress import Facts, TrainingDisplay, peak_flops
 from oomb.report.page import write_report
 from oomb.train import config_file, outputs, prepare

@@ -15,14 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
-from oomb.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.tiers import free_host_bytes
 from oomb.models import load
 from oomb.models.checks import UnsupportedModelError, unwrap
 from oomb.models.probe import facts_of
-from oomb.plan import MARGIN, ModelFacts, Term, place
-from oomb.recipe import Answer, answer
+from oomb.planner.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
+from oomb.planner.placement import MARGIN, ModelFacts, Term, place
+from oomb.planner.suggest import Answer, answer
 from oomb.utils import metrics
 
 TIERS = {GPU: "GPU", HOST: "host"}

@@ -14,12 +14,12 @@ from math import exp
 
 import torch
 
-from oomb.advice import longest_context
 from oomb.config import OFFLOADED_STATES, TILE_SIZE, Config, means_per_page
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.tiers import GAPS
 from oomb.ops.moments import field_sizes
-from oomb.plan import ModelFacts, Placement, Request, Term, host_budget, place
+from oomb.planner.fit import longest_context
+from oomb.planner.placement import ModelFacts, Placement, Request, Term, host_budget, place
 from oomb.utils.metrics import GIB, duration, gib
 
 PEAK_TFLOPS = {

@@ -11,11 +11,11 @@ from functools import cached_property
 
 import torch
 
-from oomb.activations import step_needs
 from oomb.config import TILE_SIZE, Config, means_per_page, parse_bytes
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import pair_bytes, row_bytes, staging_bytes
 from oomb.memory.selected import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen, table_bytes
+from oomb.planner.activations import step_needs
 from oomb.utils.metrics import gib
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}

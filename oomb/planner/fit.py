@@ -11,7 +11,7 @@ from typing import Any
 
 from oomb.config import Config
 from oomb.memory.pool import OutOfPages
-from oomb.plan import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
+from oomb.planner.placement import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
 from oomb.utils.metrics import GIB, gib
 
 SMALLEST_CHUNK = 512

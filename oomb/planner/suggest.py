@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from oomb.advice import (
+from oomb.config import OFFLOADED_STATES, Config
+from oomb.models.load import is_preset
+from oomb.options import ENGINE_OPTIONS
+from oomb.planner.fit import (
     BRIM,
     SPARE_HOST_BYTES,
     Harm,
@@ -27,11 +30,8 @@ from oomb.advice import (
     saving_options,
     to_the_brim,
 )
-from oomb.config import OFFLOADED_STATES, Config
-from oomb.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
-from oomb.models.load import is_preset
-from oomb.options import ENGINE_OPTIONS
-from oomb.plan import MARGIN, ModelFacts, Request, place
+from oomb.planner.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
+from oomb.planner.placement import MARGIN, ModelFacts, Request, place
 from oomb.utils.metrics import GIB, gib
 
 SLOW_SECONDS, SPEED_UP = 3600, 3

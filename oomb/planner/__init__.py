@@ -1,0 +1,1 @@
+"""What a training step needs in memory and time, and what to change if it does not fit."""
