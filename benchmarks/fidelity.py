@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from oomb.config import MEANS_OF_RULE, Config
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.options import parse_list
 from oomb.utils import metrics
 

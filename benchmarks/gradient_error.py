@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 
 from oomb.bench import EngineStep, StandardStep
 from oomb.config import Config
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.models.load import load_model
 from oomb.utils import metrics
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from oomb import bench
 from oomb.config import Config
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.models.load import load_model
 from oomb.options import parse_list, parse_tokens
 from oomb.planner.report import short_tokens

@@ -32,7 +32,7 @@ from torch import Tensor
 from oomb.config import Config
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.options import parse_tokens
 from oomb.utils import metrics
 

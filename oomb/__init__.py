@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomb.config import Config
-    from oomb.engine import Engine
+    from oomb.engine.engine import Engine
+    from oomb.engine.optim import OffloadedAdamW
     from oomb.finite import NonFiniteError
     from oomb.memory.pool import OutOfPages
     from oomb.models.checks import UnsupportedModelError
-    from oomb.optim import OffloadedAdamW
     from oomb.trainer import Trainer
     from oomb.trl import DPOTrainer as DPOTrainer
     from oomb.trl import SFTTrainer as SFTTrainer
@@ -22,9 +22,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Config": "oomb.config",
     "DPOTrainer": "oomb.trl",
-    "Engine": "oomb.engine",
+    "Engine": "oomb.engine.engine",
     "NonFiniteError": "oomb.finite",
-    "OffloadedAdamW": "oomb.optim",
+    "OffloadedAdamW": "oomb.engine.optim",
     "OutOfPages": "oomb.memory.pool",
     "SFTTrainer": "oomb.trl",
     "Trainer": "oomb.trainer",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.config import Config
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.models.causal_lm import CausalLM, switch_checkpointing
 from oomb.models.load import autocast_for, load_model, with_lora
 from oomb.ops.logprob import IGNORED, TiledHead

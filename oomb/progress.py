@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.interrupts import Interrupts
 from oomb.memory.pool import GPU, HOST
 from oomb.panel import PLAIN_INTERVAL_S, LivePanel, View

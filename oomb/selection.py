@@ -12,7 +12,7 @@ from torch import Tensor
 from oomb.config import TILE_SIZE
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.planner.report import check_plotting
 
 MOST_CELLS = 2048

@@ -14,11 +14,11 @@ from transformers import TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import OFFLOADED_STATES, Config, parse_optim_args
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
+from oomb.engine.optim import OffloadedAdamW
 from oomb.models.causal_lm import is_checkpointing, is_running, switch_checkpointing
 from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED
-from oomb.optim import OffloadedAdamW
 from oomb.resuming import AtomicCheckpoints
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
-from oomb.documents import Given
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
+from oomb.engine.packing import Given
 from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED, PLAIN_TILE, TiledHead
 from oomb.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings

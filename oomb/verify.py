@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from oomb.config import Config
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.models.load import load_model
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oomb import bench
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.models.load import PRESETS, load_model
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oomb
-from oomb import budget
 from oomb.attention import backends, packed, reference
 from oomb.attention.chunk import Spec
-from oomb.documents import lay_out
-from oomb.engine import Sequence
-from oomb.inputs import Batch
+from oomb.engine import allocator
+from oomb.engine.batch import Batch
+from oomb.engine.engine import Sequence
+from oomb.engine.packing import lay_out
 
 CHUNK = 16
 LENGTHS = (50, 3, 7, 16, 1, 20, 40, 9, 2, 32)
@@ -429,13 +429,13 @@ def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, mon
 
 def test_several_sequences_are_placed_with_room_for_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One alone may fill the host with attention outputs; of several none does, nor one beside pages of another."""
-    engine, found, decide = engine_for(model, CHUNK), [], budget.decide
+    engine, found, decide = engine_for(model, CHUNK), [], allocator.decide
 
     def seen(*args: Any, is_only: bool, **settings: Any) -> Any:
         found.append(is_only)
         return decide(*args, is_only=is_only, **settings)
 
-    monkeypatch.setattr(budget, "decide", seen)
+    monkeypatch.setattr(allocator, "decide", seen)
     engine.loss(documents_of((48, 40, 33))).backward()
     assert found == [False] * 3
     [document] = documents_of((48,))

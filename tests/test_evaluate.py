@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oomb.config import Config
 from oomb.data.dataset import load
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.evaluate.needles import LEAD, NeedleSettings, build_haystacks, needle_scores
 from oomb.evaluate.positions import perplexity_by_position
 from oomb.evaluate.run import needle_table, tokenizer_for

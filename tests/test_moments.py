@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oomb.engine.optim import OffloadedAdamW
 from oomb.ops import moments
-from oomb.optim import OffloadedAdamW
 
 
 def test_8_bits_are_unbiased_and_hold_the_largest_exactly() -> None:

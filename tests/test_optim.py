@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import oomb
-from oomb import optim as optim_module
+from oomb.engine import optim as optim_module
+from oomb.engine.optim import OffloadedAdamW
 from oomb.ops import moments
-from oomb.optim import OffloadedAdamW
 
 STEPS = 20
 FORMS: list[dict[str, Any]] = [

@@ -14,10 +14,10 @@ from streams import Clocks, LateCopies, Watch
 from test_optim import FORMS, are_equal, groups, net, short_pieces, train, values
 from torch import Tensor, nn
 
-from oomb import optim as optim_module
+from oomb.engine import optim as optim_module
+from oomb.engine.optim import OffloadedAdamW
 from oomb.memory.transfer import Copies, Event, Load, Prefetcher, Slot
 from oomb.ops import moments
-from oomb.optim import OffloadedAdamW
 
 __all__ = ["short_pieces"]
 

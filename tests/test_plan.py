@@ -471,7 +471,7 @@ def test_facts_of_adapters() -> None:
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("gpu_tokens", [0, 40, 1000])
 def test_the_engine_takes_what_was_planned(gpu_tokens: int, kept: bool) -> None:
-    from oomb.engine import Engine
+    from oomb.engine.engine import Engine
 
     model = build("llama", dtype=torch.float32)
     row = 3 * 2 * 2 * row_bytes(2 * 2 * 8 * 4)

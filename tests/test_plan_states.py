@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oomb.config import OFFLOADED_STATES
+from oomb.engine.optim import OffloadedAdamW
 from oomb.models import load
-from oomb.optim import OffloadedAdamW
 from oomb.planner import forecast, report
 from oomb.planner.forecast import machine_named
 from oomb.utils.metrics import GIB

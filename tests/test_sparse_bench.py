@@ -27,7 +27,7 @@ import typer
 from kernel_times import Kernel
 
 from oomb import bench
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.models import load as presets
 
 SETTINGS = {"page_size": 16, "page_budget": 4}

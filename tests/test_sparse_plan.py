@@ -11,8 +11,8 @@ from test_plan import MIB, TINY, ask
 
 import oomb
 from oomb.config import Config
-from oomb.engine import Sequence
-from oomb.inputs import Batch
+from oomb.engine.batch import Batch
+from oomb.engine.engine import Sequence
 from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
 from oomb.planner.forecast import Machine, forecast

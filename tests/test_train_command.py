@@ -19,11 +19,12 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb import budget, checkpoints
+from oomb import checkpoints
 from oomb.commands.train import normalised
+from oomb.engine import allocator
+from oomb.engine.optim import OffloadedAdamW
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.models import adapters, load
-from oomb.optim import OffloadedAdamW
 from oomb.progress import TrainingDisplay
 from oomb.train import config_file, outputs, prepare
 from oomb.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
@@ -220,9 +221,9 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
     reserve = OffloadedAdamW.reserve
     monkeypatch.setattr(OffloadedAdamW, "reserve", lambda self: (made.append(self), reserve(self))[1])
     rooms: list[int] = []
-    decide = budget.decide
+    decide = allocator.decide
     monkeypatch.setattr(
-        budget, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
+        allocator, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
     )
     rates = ["--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-7"]
     found = []

@@ -22,7 +22,7 @@ from command import invoke
 
 from oomb import checkpoints
 from oomb.data.dataset import load
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.models import load as presets
 from oomb.progress import TrainingDisplay

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 import oomb
-from oomb import budget
 from oomb import trainer as trainer_module
+from oomb.engine import allocator
 from oomb.models.causal_lm import is_checkpointing, switch_checkpointing
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
@@ -465,9 +465,9 @@ def test_room_on_the_gpu_is_left_for_states_that_will_be_there_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms: list[int] = []
-    decide = budget.decide
+    decide = allocator.decide
     monkeypatch.setattr(
-        budget, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
+        allocator, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
     )
     model, found = tiny_model(), []
     for options in (

@@ -28,7 +28,7 @@ from oomb.evaluate.passes import as_evaluated, noting
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from oomb.engine import Engine
+    from oomb.engine.engine import Engine
 
 LINE_SEARCH = 256
 """Tokens within which a needle looks for the end of a line to be put at."""

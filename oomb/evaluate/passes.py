@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from oomb.engine import Engine
+    from oomb.engine.engine import Engine
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from oomb.evaluate.passes import as_evaluated
 from oomb.ops.logprob import IGNORED
 
 if TYPE_CHECKING:
-    from oomb.engine import Engine
+    from oomb.engine.engine import Engine
 
 FIRST_BUCKET = 1024
 RUN_SIZE = 256

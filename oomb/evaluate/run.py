@@ -24,7 +24,7 @@ from oomb.data.discover import STDLIB
 from oomb.data.encode import NUM_BYTE_IDS
 from oomb.data.sources import SEED
 from oomb.data.tokens import Split
-from oomb.engine import Engine
+from oomb.engine.engine import Engine
 from oomb.evaluate.adapters import base_of, with_adapters
 from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
 from oomb.evaluate.positions import perplexity_by_position

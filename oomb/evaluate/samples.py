@@ -13,7 +13,7 @@ from oomb.evaluate.passes import as_evaluated
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from oomb.engine import Engine
+    from oomb.engine.engine import Engine
 
 
 def sample_text(

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from oomb.attention.chunk import ChunkAttention, Spec, attend
 from oomb.attention.sparse import ChosenPast
-from oomb.budget import Budget, Stats, Wanted
 from oomb.config import Config
-from oomb.documents import Given, read
-from oomb.grads import collecting, float32_sums_fit, refuse_hooks
-from oomb.inputs import Batch
+from oomb.engine.allocator import Budget, Stats, Wanted
+from oomb.engine.batch import Batch
+from oomb.engine.grads import collecting, float32_sums_fit, refuse_hooks
+from oomb.engine.packing import Given, read
 from oomb.memory.store import PageStore
 from oomb.models.causal_lm import CausalLM, callers_autocast, one_at_a_time
 from oomb.models.state import ModelState

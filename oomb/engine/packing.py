@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.inputs import Batch, check_length
+from oomb.engine.batch import Batch, check_length
 from oomb.ops.logprob import IGNORED
 
 

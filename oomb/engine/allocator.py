@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oomb.config import Config, parse_bytes
-from oomb.grads import pending_bytes
+from oomb.engine.grads import pending_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerSpec, Row, pair
 from oomb.memory.selected import Choosing

@@ -1,0 +1,1 @@
+"""One training step: batch, fill pass, gradient pass, head, gradients, optimizer."""
