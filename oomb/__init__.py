@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from oomb.config import Config
     from oomb.engine.engine import Engine
     from oomb.engine.optim import OffloadedAdamW
-    from oomb.finite import NonFiniteError
     from oomb.memory.pool import OutOfPages
     from oomb.models.checks import UnsupportedModelError
-    from oomb.trainer import Trainer
+    from oomb.trainers.finite import NonFiniteError
+    from oomb.trainers.trainer import Trainer
     from oomb.trl import DPOTrainer as DPOTrainer
     from oomb.trl import SFTTrainer as SFTTrainer
 
@@ -21,13 +21,13 @@ __version__ = "0.1.0"
 # Loaded at first use: `oomb --help` and `import oomb` stay free of torch and transformers.
 _HOME = {
     "Config": "oomb.config",
-    "DPOTrainer": "oomb.trl",
+    "DPOTrainer": "oomb.trainers.trl_base",
     "Engine": "oomb.engine.engine",
-    "NonFiniteError": "oomb.finite",
+    "NonFiniteError": "oomb.trainers.finite",
     "OffloadedAdamW": "oomb.engine.optim",
     "OutOfPages": "oomb.memory.pool",
-    "SFTTrainer": "oomb.trl",
-    "Trainer": "oomb.trainer",
+    "SFTTrainer": "oomb.trainers.trl_base",
+    "Trainer": "oomb.trainers.trainer",
     "UnsupportedModelError": "oomb.models.causal_lm",
 }
 

@@ -20,8 +20,8 @@ from typing import Any
 from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
-from oomb import checkpoints
 from oomb.data.dataset import open_dataset
+from oomb.trainers import checkpoints
 
 
 def flip(path: Path, bit: int) -> None:

@@ -17,7 +17,7 @@ from trainings import CHUNKED, Samples, arguments, tiny_model
 from transformers import TrainerCallback
 
 import oomb
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 
 NUM_KILLS = int(os.environ.get("OOMB_TESTS_KILLS", "10"))
 NUM_STEPS = 6 + 3 * NUM_KILLS

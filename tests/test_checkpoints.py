@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from waiting import HANG_S
 
 import oomb
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 
 ROOT = Path(__file__).parents[1]
 NO_PROCESS = 2**30

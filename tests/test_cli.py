@@ -13,12 +13,13 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb import options, trainer
+from oomb import options
 from oomb.data.dataset import load
 from oomb.interrupts import EXIT_INTERRUPTED
 from oomb.models import load as presets
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs
+from oomb.trainers import trainer
 from oomb.utils import metrics
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]

@@ -19,10 +19,10 @@ from test_checkpoints import names, train, trainer_in, write
 from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
 
 import oomb
-from oomb import checkpoints
 from oomb.data.tokens import Windows
 from oomb.models import load
 from oomb.train import outputs
+from oomb.trainers import checkpoints
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 TOY = [*TOY_RUN, "--max_steps", "5"]

@@ -296,5 +296,5 @@ def test_any_length_chunk_size_batch_and_labels(data: st.DataObject) -> None:
 
 def test_vocabulary_tiles_do_not_matter(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits in tiles of three rows."""
-    monkeypatch.setattr(oomb.loss, "PLAIN_TILE", 3 * VOCAB)
+    monkeypatch.setattr(oomb.ops.logprob, "PLAIN_TILE", 3 * VOCAB)
     check_loss(model, random_ids(2, LENGTH))

@@ -11,9 +11,9 @@ import pytest
 from command import invoke
 from test_train_ends import TOY, events
 
-from oomb import checkpoints
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs, run
+from oomb.trainers import checkpoints
 
 
 def stale(*args: object, **kwargs: object) -> Any:

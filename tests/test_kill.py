@@ -20,7 +20,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 from waiting import HANG_S
 
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 
 ROOT = Path(__file__).parents[1]
 LATEST_S = {"step": 0.08, "partial": 0.05, "named": 0.01, "gone": 0.03}

@@ -20,7 +20,7 @@ from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tin
 from transformers import TrainerCallback
 
 import oomb
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 from oomb.utils import lock
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)

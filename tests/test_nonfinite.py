@@ -18,7 +18,7 @@ from torch import Tensor
 from trainings import CHUNKED, VOCAB, Samples, arguments, quick_collection, tiny_model
 
 import oomb
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 NUM_STEPS = 6

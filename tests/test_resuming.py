@@ -13,7 +13,7 @@ from trainings import CHUNKED, Samples, arguments, logged, quick_collection, tin
 from transformers import TrainerCallback
 
 import oomb
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 
 NUM_STEPS = 7
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)

@@ -19,7 +19,6 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb import checkpoints
 from oomb.commands.train import normalised
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
@@ -28,7 +27,8 @@ from oomb.models import adapters, load
 from oomb.progress import TrainingDisplay
 from oomb.train import config_file, outputs, prepare
 from oomb.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
-from oomb.trainer import Trainer
+from oomb.trainers import checkpoints
+from oomb.trainers.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 TOY = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu"]

@@ -24,12 +24,12 @@ from test_checkpoints import trainer_in
 from transformers import PreTrainedModel
 from waiting import HANG_S
 
-from oomb import checkpoints
 from oomb.interrupts import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
 from oomb.models import load
 from oomb.progress import TrainingDisplay
 from oomb.train import outputs, run, timed
 from oomb.train.timed import TimedCheckpoints
+from oomb.trainers import checkpoints
 from oomb.utils.metrics import JsonLines
 
 ROOT = Path(__file__).parents[1]

@@ -15,10 +15,10 @@ from command import TOY_RUN, invoke
 from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
-from oomb import checkpoints
 from oomb.train import outputs, timed
 from oomb.train.settings import Settings
 from oomb.train.timed import TimedCheckpoints
+from oomb.trainers import checkpoints
 
 TOY = [*TOY_RUN, "--max_steps", "4"]
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from command import invoke
 
-from oomb import checkpoints
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
 from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
@@ -29,7 +28,8 @@ from oomb.progress import TrainingDisplay
 from oomb.train import outputs, prepare
 from oomb.train import run as run_module
 from oomb.train.settings import Settings
-from oomb.trainer import Trainer
+from oomb.trainers import checkpoints
+from oomb.trainers.trainer import Trainer
 from oomb.utils import lock
 
 TOY = [

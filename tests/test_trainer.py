@@ -22,9 +22,9 @@ from transformers import (
 )
 
 import oomb
-from oomb import trainer as trainer_module
 from oomb.engine import allocator
 from oomb.models.causal_lm import is_checkpointing, switch_checkpointing
+from oomb.trainers import trainer as trainer_module
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 

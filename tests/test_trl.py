@@ -16,9 +16,9 @@ from scripts import load, logged, run_example
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 import oomb
-import oomb.trl
+import oomb.trainers.trl_base
 from oomb.ops.logprob import IGNORED
-from oomb.trl import Forward, notes_of
+from oomb.trainers.trl_base import Forward, notes_of
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -461,7 +461,7 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
     assert 2 <= answer.is_top1.sum() < counts.sum()
 
     whole = notes_of(logits.flatten(0, 1), noted)
-    monkeypatch.setattr("oomb.trl.PLAIN_TILE", 7 * logits.shape[-1])
+    monkeypatch.setattr("oomb.trainers.trl_base.PLAIN_TILE", 7 * logits.shape[-1])
     for name, value in notes_of(logits.flatten(0, 1), noted).items():
         torch.testing.assert_close(value, whole[name])
 

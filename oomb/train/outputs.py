@@ -20,13 +20,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from oomb import checkpoints
 from oomb.config import Config
 from oomb.data.discover import STDLIB
 from oomb.models import load
 from oomb.train import config_file
 from oomb.train.config_file import CONFIG, METRICS
 from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
+from oomb.trainers import checkpoints
 
 MODEL = "model"
 """In the folder of a run, beside its settings, metrics and checkpoints."""

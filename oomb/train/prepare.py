@@ -25,7 +25,7 @@ from oomb.models import load
 from oomb.models.adapters import bits_config
 from oomb.ops.logprob import IGNORED
 from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
-from oomb.trainer import Trainer
+from oomb.trainers.trainer import Trainer
 
 # Chosen by short trials: much above it the loss stops falling, much below it 20 steps bring little.
 DEMO_LEARNING_RATE = 4e-3

@@ -15,7 +15,7 @@ from oomb.evaluate.samples import sample_text
 from oomb.interrupts import StopRequested
 from oomb.progress import TrainingDisplay
 from oomb.train.settings import Settings
-from oomb.trainer import Trainer
+from oomb.trainers.trainer import Trainer
 
 PROMPT_SIZE = 64
 """Tokens of text that a sample goes on from, or fewer: half of a short example."""

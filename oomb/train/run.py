@@ -16,12 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
-from oomb import checkpoints
 from oomb.bench import step_flops
 from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
-from oomb.finite import NonFiniteError
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.memory.tiers import free_host_bytes
 from oomb.models import load
@@ -35,7 +33,9 @@ from oomb.train.prepare import Precision, count
 from oomb.train.probe import Probe
 from oomb.train.settings import AUTO, Settings
 from oomb.train.timed import KEPT, TimedCheckpoints
-from oomb.trainer import Trainer
+from oomb.trainers import checkpoints
+from oomb.trainers.finite import NonFiniteError
+from oomb.trainers.trainer import Trainer
 from oomb.utils.lock import locked
 from oomb.utils.metrics import JsonLines, MemoryMeter, gib, machine
 

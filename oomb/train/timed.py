@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from oomb import checkpoints
+from oomb.trainers import checkpoints
 
 MARK = "oomb_by_time"
 """An empty file in a checkpoint that the clock alone has asked for. Only such are deleted unasked."""

@@ -25,7 +25,7 @@ from oomb.engine.engine import Engine
 from oomb.engine.packing import Given
 from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED, PLAIN_TILE, TiledHead
-from oomb.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
+from oomb.trainers.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""

@@ -23,9 +23,9 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from oomb import checkpoints
-from oomb.finite import FiniteSteps
 from oomb.models.weight_files import what_is_broken
+from oomb.trainers import checkpoints
+from oomb.trainers.finite import FiniteSteps
 from oomb.utils.lock import locked
 
 REST = "oomb_state.json"

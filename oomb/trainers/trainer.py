@@ -19,7 +19,7 @@ from oomb.engine.optim import OffloadedAdamW
 from oomb.models.causal_lm import is_checkpointing, is_running, switch_checkpointing
 from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED
-from oomb.resuming import AtomicCheckpoints
+from oomb.trainers.resume import AtomicCheckpoints
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
