@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb import bench
+from oomb.eval import bench
 
 MODEL = "qwen2.5-7b"
 BOTH, OOMB = ("standard", "oomb"), ("oomb",)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from oomb.bench import EngineStep, StandardStep
 from oomb.config import Config
 from oomb.engine.engine import Engine
+from oomb.eval.bench import EngineStep, StandardStep
 from oomb.models.load import load_model
 from oomb.utils import metrics
 

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb import bench
 from oomb.config import Config
 from oomb.engine.engine import Engine
+from oomb.eval import bench
 from oomb.models.load import load_model
 from oomb.options import parse_list, parse_tokens
 from oomb.planner.report import short_tokens

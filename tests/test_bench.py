@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from oomb import bench
 from oomb.engine.engine import Engine
+from oomb.eval import bench
 from oomb.models.load import PRESETS, load_model
 
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from oomb.config import Config
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
-from oomb.evaluate.needles import LEAD, NeedleSettings, build_haystacks, needle_scores
-from oomb.evaluate.positions import perplexity_by_position
-from oomb.evaluate.run import needle_table, tokenizer_for
-from oomb.evaluate.samples import decode, sample_text
+from oomb.eval.needles import LEAD, NeedleSettings, build_haystacks, needle_scores
+from oomb.eval.perplexity import perplexity_by_position
+from oomb.eval.run import needle_table, tokenizer_for
+from oomb.eval.samples import decode, sample_text
 from oomb.models import load as presets
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}

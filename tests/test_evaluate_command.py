@@ -14,8 +14,8 @@ from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 
 from oomb import cli
-from oomb.evaluate import adapters
-from oomb.evaluate.run import Settings, _tokenizer_name
+from oomb.eval import adapters
+from oomb.eval.run import Settings, _tokenizer_name
 from oomb.models import load
 
 SMALL = ["--max_length", "256", "--chunk_size", "64", "--device", "cpu"]

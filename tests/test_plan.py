@@ -436,7 +436,7 @@ def test_facts_of_matrices() -> None:
     for name in ("llama", "llama_tied", "mixtral"):
         model = build(name, dtype=torch.float32)
         facts = facts_of(model)
-        from oomb.bench import step_flops
+        from oomb.eval.bench import step_flops
 
         config = model.config
         attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim

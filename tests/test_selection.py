@@ -10,19 +10,19 @@ from checks import engine_for
 from command import invoke
 from families import build, random_ids
 
-from oomb import selection
+from oomb.eval import selection_map
 from oomb.planner import placement
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (placement, selection):
+    for module in (placement, selection_map):
         monkeypatch.setattr(module, "TILE_SIZE", 8)
 
 
 def test_what_is_recorded_is_what_was_read() -> None:
     engine = engine_for(build("llama"), 16, page_size=8, page_budget=2)
-    found = selection.record(engine, random_ids(1, 70), layer=1)
+    found = selection_map.record(engine, random_ids(1, 70), layer=1)
     assert found.chosen_NP.shape == (9, 9)
     # Tiles 2 and 3 are of the second chunk, which has two pages before it; from the third on two of more are chosen.
     assert found.chosen_NP.sum(1).tolist() == [0, 0, 2, 2, 2, 2, 2, 2, 2]
@@ -36,7 +36,7 @@ def test_what_is_recorded_is_what_was_read() -> None:
 def test_the_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     engine = engine_for(build("llama"), 16, page_size=8, page_budget=2)
-    path = selection.draw(selection.record(engine, random_ids(1, 70)), tmp_path / "map.png")
+    path = selection_map.draw(selection_map.record(engine, random_ids(1, 70)), tmp_path / "map.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -57,19 +57,19 @@ def test_the_command_draws_it(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_says_why(tmp_path: Path) -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="set --page_budget"):
-        selection.record(engine_for(model, 16), random_ids(1, 70))
+        selection_map.record(engine_for(model, 16), random_ids(1, 70))
     engine = engine_for(model, 16, page_size=8, page_budget=2)
     with pytest.raises(ValueError, match="one chunk of 16, which has no past"):
-        selection.record(engine, random_ids(1, 16))
+        selection_map.record(engine, random_ids(1, 16))
     with pytest.raises(ValueError, match="layer 9 chooses no pages"):
-        selection.record(engine, random_ids(1, 70), layer=9)
+        selection_map.record(engine, random_ids(1, 70), layer=9)
     windowed = engine_for(build("mistral_sliding"), 16, page_size=8, page_budget=2)
     with pytest.raises(ValueError, match="sliding window"):
-        selection.record(windowed, random_ids(1, 70))
+        selection_map.record(windowed, random_ids(1, 70))
 
 
 def test_text_of_the_standard_library() -> None:
-    ids = selection.text_ids(None, 500)
+    ids = selection_map.text_ids(None, 500)
     assert ids.shape == (1, 500) and ids.dtype == torch.int64
 
 

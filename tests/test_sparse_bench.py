@@ -26,8 +26,8 @@ import train_sparse
 import typer
 from kernel_times import Kernel
 
-from oomb import bench
 from oomb.engine.engine import Engine
+from oomb.eval import bench
 from oomb.models import load as presets
 
 SETTINGS = {"page_size": 16, "page_budget": 4}

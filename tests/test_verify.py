@@ -10,8 +10,8 @@ import torch
 from command import invoke
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from oomb import verify
 from oomb.config import Config
+from oomb.eval import verify
 from oomb.models import load
 
 

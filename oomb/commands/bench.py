@@ -73,12 +73,12 @@ def bench(
         lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
         precision = str(load.resolve_dtype(dtype, place)).removeprefix("torch.")
         quiet()
-        from oomb import bench as benchmark
+        from oomb.eval import bench as benchmark
 
         console, finish = Console(), None
         trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         if selection_map is not None:
-            from oomb import selection
+            from oomb.eval import selection_map as selection
 
             num_layers = load.load_config(name, **trust).get_text_config(decoder=True).num_hidden_layers
             selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)

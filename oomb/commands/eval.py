@@ -132,8 +132,8 @@ def eval_(
         if not load.holds_adapters(model):
             load.check_model_name(model)
         quiet()
-        from oomb.evaluate.needles import NeedleSettings
-        from oomb.evaluate.run import Settings, run
+        from oomb.eval.needles import NeedleSettings
+        from oomb.eval.run import Settings, run
 
         needle = None
         if lengths:

@@ -46,7 +46,7 @@ def verify(
         chunk_size = settings.pop("chunk_size")
         load.check_model_name(model)
         quiet()
-        from oomb.verify import verify as compare
+        from oomb.eval.verify import verify as compare
 
         comparison = compare(
             model,

@@ -9,9 +9,9 @@ from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
 from oomb.data.tokens import Split
-from oomb.evaluate.needles import NeedleSettings, build_haystacks
-from oomb.evaluate.run import evaluate
-from oomb.evaluate.samples import sample_text
+from oomb.eval.needles import NeedleSettings, build_haystacks
+from oomb.eval.run import evaluate
+from oomb.eval.samples import sample_text
 from oomb.interrupts import StopRequested
 from oomb.progress import TrainingDisplay
 from oomb.train.settings import Settings

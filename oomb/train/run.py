@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
-from oomb.bench import step_flops
 from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
+from oomb.eval.bench import step_flops
 from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.memory.tiers import free_host_bytes
 from oomb.models import load

@@ -25,10 +25,10 @@ from oomb.data.encode import NUM_BYTE_IDS
 from oomb.data.sources import SEED
 from oomb.data.tokens import Split
 from oomb.engine.engine import Engine
-from oomb.evaluate.adapters import base_of, with_adapters
-from oomb.evaluate.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
-from oomb.evaluate.positions import perplexity_by_position
-from oomb.evaluate.samples import sample_text
+from oomb.eval.adapters import base_of, with_adapters
+from oomb.eval.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
+from oomb.eval.perplexity import perplexity_by_position
+from oomb.eval.samples import sample_text
 from oomb.models import load
 from oomb.panel import PLAIN_INTERVAL_S, bytes_bar
 from oomb.utils.metrics import machine

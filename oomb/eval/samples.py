@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oomb.data.encode import SEPARATOR_ID
-from oomb.evaluate.passes import as_evaluated
+from oomb.eval.passes import as_evaluated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomb.evaluate.passes import as_evaluated, noting
+from oomb.eval.passes import as_evaluated, noting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

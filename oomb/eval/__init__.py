@@ -1,0 +1,1 @@
+"""Verify gradients, measure speed and memory, evaluate long contexts."""
