@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from oomb.cli.options import parse_list, parse_tokens
 from oomb.config import Config
 from oomb.models.load import is_preset, load_config, load_model
-from oomb.options import parse_list, parse_tokens
 from oomb.utils import metrics
 
 REFERENCE = {"kv_dtype": "bfloat16", "grad_dtype": "bfloat16"}

@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from oomb.cli.options import parse_list
 from oomb.config import MEANS_OF_RULE, Config
 from oomb.engine.engine import Engine
-from oomb.options import parse_list
 from oomb.utils import metrics
 
 SOURCE, PROSE = "source", "prose"

@@ -34,10 +34,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from oomb.cli.options import parse_list, parse_tokens
+from oomb.cli.report.events import Run, read_run
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.sources import SEED
-from oomb.options import parse_list, parse_tokens
-from oomb.report.run import Run, read_run
 from oomb.utils import metrics
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from oomb.cli.options import parse_list, parse_tokens
 from oomb.config import OFFLOADED_STATES, Config, parse_bytes
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
 from oomb.memory.tiers import free_host_bytes
 from oomb.models.load import autocast_for, load_model, with_lora
 from oomb.models.probe import facts_of
-from oomb.options import parse_list, parse_tokens
 from oomb.planner.fit import SPARE_HOST_BYTES
 from oomb.planner.forecast import CONTEXT_BYTES, Machine, Plan, forecast
 from oomb.planner.report import find_machine

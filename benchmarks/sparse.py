@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from oomb.cli.options import parse_list, parse_tokens
 from oomb.config import Config
 from oomb.engine.engine import Engine
 from oomb.eval import bench
 from oomb.models.load import load_model
-from oomb.options import parse_list, parse_tokens
 from oomb.planner.report import short_tokens
 from oomb.utils import metrics
 

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from oomb.cli.options import parse_tokens
 from oomb.config import Config
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB
 from oomb.engine.engine import Engine
-from oomb.options import parse_tokens
 from oomb.utils import metrics
 
 MODES = ("dense", "sparse")

@@ -1,6 +1,6 @@
 """`python -m oomb` is `oomb`."""
 
-from oomb.cli import app
+from oomb.cli.main import app
 
 if __name__ == "__main__":
     app(prog_name="oomb")

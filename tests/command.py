@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from oomb import cli
+from oomb.cli import main
 
 TOY_RUN = [
     "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu", "--max_eval_samples", "0",
@@ -17,4 +17,4 @@ TOY_RUN = [
 
 def invoke(*arguments: str | Path, columns: int = 200) -> Result:
     # Wide, so that no message is broken over two lines where a test looks for it.
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(a) for a in arguments])
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(main.app, [str(a) for a in arguments])

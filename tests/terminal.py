@@ -206,8 +206,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
 
-    from oomb import cli
-    from oomb.progress import TrainingDisplay
+    from oomb.cli import main as cli
+    from oomb.cli.train.display import TrainingDisplay
 
     torch.set_num_threads(1)
     own, stops = TrainingDisplay.chunk_done, []

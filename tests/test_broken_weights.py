@@ -14,9 +14,9 @@ from command import invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from oomb.cli.train import prepare
+from oomb.cli.train.settings import Settings
 from oomb.models import load, weight_files
-from oomb.train import prepare
-from oomb.train.settings import Settings
 
 SHARD = "model-00002-of-00008.safetensors"
 

@@ -13,12 +13,12 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb import options
+from oomb.cli import options
+from oomb.cli.train import output_dir
+from oomb.cli.train.display import TrainingDisplay
+from oomb.cli.train.signals import EXIT_INTERRUPTED
 from oomb.data.dataset import load
-from oomb.interrupts import EXIT_INTERRUPTED
 from oomb.models import load as presets
-from oomb.progress import TrainingDisplay
-from oomb.train import outputs
 from oomb.trainers import trainer
 from oomb.utils import metrics
 
@@ -128,7 +128,7 @@ def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path)
 
 def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> None:
     model = presets.load_model(str(saved_model), device="cpu")
-    outputs.save(model, None, here / "model")
+    output_dir.save(model, None, here / "model")
     before = (here / "model" / "model.safetensors").read_bytes()
 
     class Broken:
@@ -138,7 +138,7 @@ def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> No
             raise OSError("disk full")
 
     with pytest.raises(ValueError, match=r"could not be saved.*disk full"):
-        outputs.save(Broken(), None, here / "model")
+        output_dir.save(Broken(), None, here / "model")
     assert (here / "model" / "model.safetensors").read_bytes() == before
     assert [path.name for path in here.iterdir()] == ["model"]
 
@@ -215,8 +215,8 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
                 ctrl_c()
 
     # And once more while it saves, which must change nothing.
-    save = outputs.save
-    monkeypatch.setattr(outputs, "save", lambda *args: (ctrl_c(), save(*args))[1])
+    save = output_dir.save
+    monkeypatch.setattr(output_dir, "save", lambda *args: (ctrl_c(), save(*args))[1])
     monkeypatch.setattr(TrainingDisplay, "on_step_end", interrupted)
     result = invoke("train", *TOY, "--output_dir", "out", "--max_steps", "9", "--save_steps", "1")
     assert result.exit_code == EXIT_INTERRUPTED, result.output

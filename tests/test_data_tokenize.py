@@ -24,8 +24,8 @@ from rich.console import Console
 from small_tokenizer import CHAT, small_tokenizer
 from waiting import wait_until
 
-from oomb import panel
-from oomb.commands import tokenize as command
+from oomb.cli import tokenize as command
+from oomb.cli.train import panel
 from oomb.data import shards
 from oomb.data.tokenize import Job, tokenize
 

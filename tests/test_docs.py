@@ -24,10 +24,10 @@ from torch import Tensor
 from trainings import Samples, arguments, logged, tiny_model
 
 import oomb
-from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
+from oomb.cli.train.display import TrainingDisplay
+from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.planner import report
 from oomb.planner.fit import SPARE_HOST_BYTES
-from oomb.progress import TrainingDisplay
 
 DOCS = ROOT / "docs"
 HUB_IDS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B")

@@ -13,7 +13,7 @@ import typer
 from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 
-from oomb import cli
+from oomb.cli import main
 from oomb.eval import adapters
 from oomb.eval.run import Settings, _tokenizer_name
 from oomb.models import load
@@ -96,7 +96,7 @@ def test_windows_that_training_has_seen_are_told(here: Path) -> None:
 
 
 def options_of(command: str) -> dict[str, tuple[Any, ...]]:
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(main.app)
     return {option.name: (option.opts, option.help, option.default) for option in group.commands[command].params}
 
 

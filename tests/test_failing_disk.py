@@ -11,8 +11,8 @@ import pytest
 from command import invoke
 from test_train_ends import TOY, events
 
-from oomb.progress import TrainingDisplay
-from oomb.train import outputs, run
+from oomb.cli.train import output_dir, run
+from oomb.cli.train.display import TrainingDisplay
 from oomb.trainers import checkpoints
 
 
@@ -29,9 +29,9 @@ def test_a_home_that_cannot_be_asked_is_passed_over(places: Path, monkeypatch: p
         return is_dir(self)
 
     monkeypatch.setattr(Path, "is_dir", forbidden)
-    assert list(outputs._other_places()) == [places / "work", places / "temporary"]
+    assert list(output_dir._other_places()) == [places / "work", places / "temporary"]
     # No other place is asked where the run's own folder takes the model.
-    monkeypatch.setattr(outputs, "_other_places", lambda: (stale() for _ in range(1)))
+    monkeypatch.setattr(output_dir, "_other_places", lambda: (stale() for _ in range(1)))
     done = invoke("train", *TOY)
     assert done.exit_code == 0, done.output
     assert Path("out/model/config.json").exists()
@@ -45,7 +45,7 @@ def test_a_disk_that_cannot_be_listed_fails_as_a_full_one_does(tmp_path: Path, m
         checkpoints.written(tmp_path / "checkpoint-1", 11),
     ):
         pass
-    assert outputs.newest_checkpoint(tmp_path) is None
+    assert output_dir.newest_checkpoint(tmp_path) is None
 
 
 def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from command import invoke
 
-from oomb.train.names import ALIASES, MEANT, REMEDIES, refuse_two_values, setting_of
-from oomb.train.settings import KNOWN, PACKING_IN_TRL, SettingError, Settings
+from oomb.cli.train.aliases import ALIASES, MEANT, REMEDIES, refuse_two_values, setting_of
+from oomb.cli.train.settings import KNOWN, PACKING_IN_TRL, SettingError, Settings
 
 TWO_VALUES = "say the same thing differently: give one of them"
 

@@ -13,11 +13,11 @@ from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 from transformers import AutoModelForCausalLM
 
+from oomb.cli.train import prepare
+from oomb.cli.train.settings import SettingError, Settings
 from oomb.data import encode
 from oomb.data.encode import difference_in_ids, give_the_same_ids
 from oomb.models import load
-from oomb.train import prepare
-from oomb.train.settings import SettingError, Settings
 
 TEXT = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
 RUN = ["--max_steps", "1", "--sample_tokens", "0", "--no_report", "--output_dir", "out"]

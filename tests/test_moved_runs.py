@@ -154,7 +154,7 @@ class Crash(TrainerCallback):
 @pytest.mark.parametrize("flags", [[], ["--save_total_limit", "2"]])
 def test_an_overwritten_run_is_not_gone_on_with(places: Path, flags: list[str], monkeypatch: Any) -> None:
     """Overwritten, killed, resumed: from the checkpoint of the new run, though the old one came further."""
-    from oomb.train import run
+    from oomb.cli.train import run
 
     assert invoke("train", *TOY, "--save_steps", "1", "--max_steps", "6").exit_code == 0
     first, trainer_of = run.Trainer, run.prepare.trainer_of

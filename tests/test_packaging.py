@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from waiting import HANG_S
 
 import oomb
-from oomb import cli
+from oomb.cli import main
 from oomb.models import load
 
 ROOT = Path(__file__).parents[1]
@@ -249,7 +249,7 @@ def test_shown_commands_are_real(command: str) -> None:
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
         return
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(main.app)
     context = group.make_context("oomb", words[1:], resilient_parsing=False)
     name, subcommand, rest = group.resolve_command(context, words[1:])
     # Parses, or raises a usage error; runs nothing.
@@ -265,7 +265,7 @@ def test_a_command_that_is_not_real_would_be_seen() -> None:
 
 @pytest.mark.parametrize("command", [c for c in shown_commands() if "demo" in c.split() and c.startswith("oomb")])
 def test_quick_commands_run(command: str) -> None:
-    result = CliRunner().invoke(cli.app, shlex.split(command)[1:])
+    result = CliRunner().invoke(main.app, shlex.split(command)[1:])
     assert result.exit_code == 0, result.output
 
 

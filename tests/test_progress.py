@@ -17,12 +17,13 @@ from terminal import Terminal
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import oomb
-from oomb import panel, progress
-from oomb.interrupts import StopRequested
+from oomb.cli.train import display as progress
+from oomb.cli.train import panel
+from oomb.cli.train.display import Clock, Facts, TrainingDisplay, peak_flops
+from oomb.cli.train.panel import View, lines_of, sparkline
+from oomb.cli.train.signals import StopRequested
 from oomb.models import load
-from oomb.panel import View, lines_of, sparkline
 from oomb.planner.forecast import PEAK_TFLOPS
-from oomb.progress import Clock, Facts, TrainingDisplay, peak_flops
 from oomb.utils.metrics import GIB, JsonLines, MemoryMeter
 
 TOY = [

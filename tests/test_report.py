@@ -34,9 +34,9 @@ from pages import (
     write_run,
 )
 
-from oomb.report.chart import Chart, Series, nice_ticks, plain, svg, thin
-from oomb.report.page import page, write_report
-from oomb.report.run import order, read_run
+from oomb.cli.report.chart import Chart, Series, nice_ticks, plain, svg, thin
+from oomb.cli.report.events import order, read_run
+from oomb.cli.report.page import page, write_report
 
 SECTIONS = [
     "Training", "Memory of each tier", "Evaluation", "Text before and after", "Settings and machine", "Steps",

@@ -19,14 +19,14 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb.commands.train import normalised
+from oomb.cli.train import output_dir, prepare, yaml_file
+from oomb.cli.train.command import normalised
+from oomb.cli.train.display import TrainingDisplay
+from oomb.cli.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
+from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
-from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.models import adapters, load
-from oomb.progress import TrainingDisplay
-from oomb.train import config_file, outputs, prepare
-from oomb.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
 from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
 
@@ -100,7 +100,7 @@ def test_files_that_are_no_files(here: Path) -> None:
     (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml is not UTF-8 text" in invoke("train", "binary.yaml").output
     (here / "empty.yaml").write_text("# nothing\n")
-    assert invoke("train", "empty.yaml", "--print_config").output == config_file.write(Settings())
+    assert invoke("train", "empty.yaml", "--print_config").output == yaml_file.write(Settings())
 
 
 def test_yaml_as_people_write_it() -> None:
@@ -108,7 +108,7 @@ def test_yaml_as_people_write_it() -> None:
         "learning_rate": "1e-5", "eval_strategy": False, "lora_target_modules": ["q_proj", "v_proj"],
         "resume_from_checkpoint": True, "checkpoint_layers": True, "gpu_memory": 0, "run_name": 7, "adam_beta1": 0,
     }  # fmt: skip
-    from oomb.train.settings import as_setting
+    from oomb.cli.train.settings import as_setting
 
     assert {key: as_setting(key, value) for key, value in read.items()} == {
         "learning_rate": 1e-5, "eval_strategy": "no", "lora_target_modules": "q_proj,v_proj",
@@ -423,9 +423,9 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(outputs.Path, "rename", full)
+        patched.setattr(output_dir.Path, "rename", full)
         with pytest.raises(ValueError, match=r"saved in out/model \(No space left on device\): nothing of it is left"):
-            outputs.save(load.load_model("demo", device="cpu"), None, Path("out/model"))
+            output_dir.save(load.load_model("demo", device="cpu"), None, Path("out/model"))
 
 
 @pytest.mark.timing

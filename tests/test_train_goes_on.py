@@ -15,9 +15,9 @@ from command import TOY_RUN, invoke
 from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
-from oomb.train import outputs, timed
-from oomb.train.settings import Settings
-from oomb.train.timed import TimedCheckpoints
+from oomb.cli.train import output_dir, save_timer
+from oomb.cli.train.save_timer import TimedCheckpoints
+from oomb.cli.train.settings import Settings
 from oomb.trainers import checkpoints
 
 TOY = [*TOY_RUN, "--max_steps", "4"]
@@ -75,7 +75,7 @@ def test_checkpoints_by_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, options: dict[str, Any], seen: list[Any]
 ) -> None:
     clock = [1e6]
-    monkeypatch.setattr(timed, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(save_timer, "monotonic", lambda: clock[0])
     callback = SlowSteps(minutes, clock)
     # Made long before it begins to train.
     clock[0] += 9e6
@@ -98,7 +98,7 @@ def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(timed, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(save_timer, "monotonic", lambda: clock[0])
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 0)
     trainer = oomb.Trainer(
         tiny_model(num_hidden_layers=1),
@@ -126,7 +126,7 @@ def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
     ],
 )
 def test_when_it_saves_is_told(flags: dict[str, Any], said: str) -> None:
-    from oomb.train.run import _when_saved
+    from oomb.cli.train.run import _when_saved
 
     assert _when_saved(Settings(**flags)).endswith(said)
 
@@ -146,7 +146,7 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
         return clock[0]
 
     with monkeypatch.context() as patched:
-        patched.setattr(timed, "monotonic", monotonic)
+        patched.setattr(save_timer, "monotonic", monotonic)
         first = invoke(*job, "--save_minutes", "10")
     assert first.exit_code == 0, first.output
     assert "no checkpoint in out: starting at the first step" in first.output
@@ -161,7 +161,7 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
     for folder in checkpoints.find("out"):
         checkpoints.remove(folder)
     assert "out already holds a trained model" in invoke(*job).output
-    assert outputs.checkpoint_of(Settings(output_dir="out", resume_from_checkpoint="auto")) is None
+    assert output_dir.checkpoint_of(Settings(output_dir="out", resume_from_checkpoint="auto")) is None
 
 
 def test_what_is_not_as_it_was_is_told(here: Path) -> None:
@@ -200,15 +200,15 @@ def test_what_is_not_as_it_was_is_told(here: Path) -> None:
 def test_settings_of_another_version_are_no_obstacle(here: Path) -> None:
     Path("out/checkpoint-1").mkdir(parents=True)
     going_on = Settings(output_dir="out", resume_from_checkpoint="out/checkpoint-1")
-    assert outputs.changes(going_on) == []
+    assert output_dir.changes(going_on) == []
     Path("out/config.yaml").write_text("max_length: 8K\nno_such_setting: 1\n")
-    assert outputs.changes(going_on) == []
+    assert output_dir.changes(going_on) == []
     # Before packing was written as what it came to.
     Path("out/config.yaml").write_text("packing: auto\nchunk_size: 64\n")
-    assert outputs.changes(dataclasses.replace(going_on, packing="documents")) == []
+    assert output_dir.changes(dataclasses.replace(going_on, packing="documents")) == []
     Path("out/config.yaml").write_text("max_length: 8K\n")
-    assert len(outputs.changes(going_on)) == 1
-    assert outputs.changes(Settings(output_dir="out")) == []
+    assert len(output_dir.changes(going_on)) == 1
+    assert output_dir.changes(Settings(output_dir="out")) == []
 
 
 def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,5 +231,5 @@ def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, mo
     monkeypatch.chdir(here)
     Path("demo").mkdir()
     kept = Settings(tokenizer_name="owner/name", output_dir="not there")
-    assert outputs.portable(kept) == kept
-    assert outputs.portable(Settings(tokenizer_name="./demo")).tokenizer_name == str(here / "demo")
+    assert output_dir.portable(kept) == kept
+    assert output_dir.portable(Settings(tokenizer_name="./demo")).tokenizer_name == str(here / "demo")

@@ -20,14 +20,15 @@ import pytest
 import torch
 from command import invoke
 
+from oomb.cli.train import output_dir as outputs
+from oomb.cli.train import prepare
+from oomb.cli.train import run as run_module
+from oomb.cli.train.display import TrainingDisplay
+from oomb.cli.train.settings import Settings
+from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
-from oomb.interrupts import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.models import load as presets
-from oomb.progress import TrainingDisplay
-from oomb.train import outputs, prepare
-from oomb.train import run as run_module
-from oomb.train.settings import Settings
 from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
 from oomb.utils import lock

@@ -13,9 +13,9 @@ import torch
 from command import invoke
 from small_tokenizer import save_chats
 
+from oomb.cli.train.before_after import Probe
+from oomb.cli.train.settings import Settings
 from oomb.data.dataset import load
-from oomb.train.probe import Probe
-from oomb.train.settings import Settings
 
 
 @pytest.fixture

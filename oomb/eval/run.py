@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from oomb.cli.train.panel import PLAIN_INTERVAL_S, bytes_bar
 from oomb.config import Config
 from oomb.data.dataset import open_dataset, unchecked
 from oomb.data.discover import STDLIB
@@ -30,7 +31,6 @@ from oomb.eval.needles import Haystack, NeedleSettings, build_haystacks, needle_
 from oomb.eval.perplexity import perplexity_by_position
 from oomb.eval.samples import sample_text
 from oomb.models import load
-from oomb.panel import PLAIN_INTERVAL_S, bytes_bar
 from oomb.utils.metrics import machine
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from oomb.cli.options import ENGINE_OPTIONS
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.models.load import is_preset
-from oomb.options import ENGINE_OPTIONS
 from oomb.planner.fit import (
     BRIM,
     SPARE_HOST_BYTES,

@@ -7,16 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb.commands.shared import (
-    PRESET_NAMES,
-    CommandOfSettings,
-    engine_settings,
-    one_clear_message,
-    quiet,
-    train_options,
-)
-from oomb.models import load
-from oomb.options import (
+from oomb.cli.errors import PRESET_NAMES, CommandOfSettings, engine_settings, one_clear_message, quiet, train_options
+from oomb.cli.options import (
     DATA,
     OUTPUT,
     Device,
@@ -27,7 +19,8 @@ from oomb.options import (
     with_engine_options,
     with_options,
 )
-from oomb.train.settings import check_value
+from oomb.cli.train.settings import check_value
+from oomb.models import load
 
 NEEDLES = "Needles in a haystack"
 

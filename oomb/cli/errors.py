@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
+from oomb.cli.options import parse_tokens
+from oomb.cli.train.aliases import ALIASES, refuse_two_values
+from oomb.cli.train.settings import TYPES, own_fields
 from oomb.config import Config
 from oomb.models import load
-from oomb.options import parse_tokens
-from oomb.train.names import ALIASES, refuse_two_values
-from oomb.train.settings import TYPES, own_fields
 
 EXIT_NOT_TRUSTED = 1
 EXIT_DOES_NOT_FIT = 1

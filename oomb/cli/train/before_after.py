@@ -8,13 +8,13 @@ import torch
 from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
+from oomb.cli.train.display import TrainingDisplay
+from oomb.cli.train.settings import Settings
+from oomb.cli.train.signals import StopRequested
 from oomb.data.tokens import Split
 from oomb.eval.needles import NeedleSettings, build_haystacks
 from oomb.eval.run import evaluate
 from oomb.eval.samples import sample_text
-from oomb.interrupts import StopRequested
-from oomb.progress import TrainingDisplay
-from oomb.train.settings import Settings
 from oomb.trainers.trainer import Trainer
 
 PROMPT_SIZE = 64

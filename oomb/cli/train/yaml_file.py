@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from oomb.train.names import setting_of
-from oomb.train.settings import KNOWN, SettingError, Settings, as_setting, by_panel
+from oomb.cli.train.aliases import setting_of
+from oomb.cli.train.settings import KNOWN, SettingError, Settings, as_setting, by_panel
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 """What every run has in its folder."""

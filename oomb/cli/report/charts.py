@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oomb.report.chart import Chart, Series, percent, plain, tokens
-from oomb.report.run import Run, number
+from oomb.cli.report.chart import Chart, Series, percent, plain, tokens
+from oomb.cli.report.events import Run, number
 from oomb.utils.metrics import GIB
 
 STEP = "step"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from oomb.report.chart import Chart
-from oomb.report.figures import needle_chart, position_chart, training_charts
-from oomb.report.page import load
+from oomb.cli.report.chart import Chart
+from oomb.cli.report.charts import needle_chart, position_chart, training_charts
+from oomb.cli.report.page import load
 
 PICTURES = (".png", ".svg", ".pdf")
 COLORS = {1: "#0b6bb8", 2: "#c8500a", 3: "#15803d", 4: "#8b3fb0"}

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from oomb.cli.train.panel import PLAIN_INTERVAL_S, LivePanel, View
+from oomb.cli.train.signals import Interrupts
 from oomb.engine.engine import Engine
-from oomb.interrupts import Interrupts
 from oomb.memory.pool import GPU, HOST
-from oomb.panel import PLAIN_INTERVAL_S, LivePanel, View
 from oomb.planner.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.utils.metrics import JsonLines, MemoryMeter, gib, seconds
 

@@ -16,23 +16,24 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
+from oomb.cli.report.page import write_report
+from oomb.cli.train import output_dir as outputs
+from oomb.cli.train import prepare, yaml_file
+from oomb.cli.train.before_after import Probe
+from oomb.cli.train.display import Facts, TrainingDisplay, peak_flops
+from oomb.cli.train.panel import bytes_bar
+from oomb.cli.train.prepare import Precision, count
+from oomb.cli.train.save_timer import KEPT, TimedCheckpoints
+from oomb.cli.train.settings import AUTO, Settings
+from oomb.cli.train.signals import EXIT_INTERRUPTED, StopRequested
+from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
 from oomb.eval.bench import step_flops
-from oomb.interrupts import EXIT_INTERRUPTED, StopRequested
 from oomb.memory.tiers import free_host_bytes
 from oomb.models import load
-from oomb.panel import bytes_bar
 from oomb.planner.placement import Placement, host_budget
-from oomb.progress import Facts, TrainingDisplay, peak_flops
-from oomb.report.page import write_report
-from oomb.train import config_file, outputs, prepare
-from oomb.train.config_file import CONFIG, METRICS
-from oomb.train.prepare import Precision, count
-from oomb.train.probe import Probe
-from oomb.train.settings import AUTO, Settings
-from oomb.train.timed import KEPT, TimedCheckpoints
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import NonFiniteError
 from oomb.trainers.trainer import Trainer
@@ -119,7 +120,7 @@ def _run(
     if resume is None:
         # Before the settings of this run replace those of the run that wrote them.
         checkpoints.set_aside(output_dir, None)
-    config_text = config_file.write(outputs.portable(told))
+    config_text = yaml_file.write(outputs.portable(told))
     (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)

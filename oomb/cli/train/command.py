@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb.commands.shared import (
+from oomb.cli.errors import (
     CommandOfSettings,
     engine_settings,
     one_clear_message,
@@ -18,12 +18,12 @@ from oomb.commands.shared import (
     train_options,
     warnings_as_lines,
 )
+from oomb.cli.options import ENGINE_OPTIONS
+from oomb.cli.train import yaml_file
+from oomb.cli.train.aliases import refuse_foreign
+from oomb.cli.train.settings import LATEST, TYPES, SettingError, Settings, from_flag
+from oomb.cli.train.yaml_file import FileSettings
 from oomb.models import load
-from oomb.options import ENGINE_OPTIONS
-from oomb.train import config_file
-from oomb.train.config_file import FileSettings
-from oomb.train.names import refuse_foreign
-from oomb.train.settings import LATEST, TYPES, SettingError, Settings, from_flag
 
 Config = Annotated[
     Path | None,
@@ -100,10 +100,10 @@ def train(ctx: typer.Context, **given: Any) -> None:
         settings = gather(ctx, given)
         load.check_model_name(settings.model_name_or_path)
         if given["print_config"]:
-            typer.echo(config_file.write(settings), nl=False)
+            typer.echo(yaml_file.write(settings), nl=False)
             return
         quiet()
-        from oomb.train.run import run
+        from oomb.cli.train.run import run
 
         console = Console()
         with warnings_as_lines(console):
@@ -116,7 +116,7 @@ def gather(ctx: typer.Context, given: dict[str, Any]) -> Settings:
     if given["run"] is not None and given["config"] is not None:
         raise ValueError(f"two settings files were given, {given['run']} and --config {given['config']}: name one")
     path = given["run"] or given["config"]
-    file = FileSettings(Path(), {}, {}) if path is None else config_file.read(path)
+    file = FileSettings(Path(), {}, {}) if path is None else yaml_file.read(path)
     # By its name: where the parser lives in typer has changed.
     flags = {name for name in given if getattr(ctx.get_parameter_source(name), "name", "") != "DEFAULT"}
     if file.moved_to is not None and "output_dir" not in flags:

@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 
 from oomb import __version__
-from oomb.report.figures import WHEN, training_charts
-from oomb.report.parts import charts, evaluation, samples, settings, steps, tiers
-from oomb.report.run import METRICS, Run, dictionary, number, read_eval, read_run
-from oomb.report.style import STYLE
+from oomb.cli.report.charts import WHEN, training_charts
+from oomb.cli.report.events import METRICS, Run, dictionary, number, read_eval, read_run
+from oomb.cli.report.html import charts, evaluation, samples, settings, steps, tiers
+from oomb.cli.report.style import STYLE
 from oomb.utils.metrics import gib, seconds
 
 LAST_STEPS = 5

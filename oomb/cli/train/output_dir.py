@@ -20,12 +20,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from oomb.cli.train import yaml_file
+from oomb.cli.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
+from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.config import Config
 from oomb.data.discover import STDLIB
 from oomb.models import load
-from oomb.train import config_file
-from oomb.train.config_file import CONFIG, METRICS
-from oomb.train.settings import AUTO, DEMO, LATEST, TYPES, Settings
 from oomb.trainers import checkpoints
 
 MODEL = "model"
@@ -175,7 +175,7 @@ def changes(settings: Settings) -> list[str]:
     path = Path(settings.resume_from_checkpoint).parent / CONFIG
     try:
         stored = portable(
-            Settings(**{key: value for key, value in config_file.read(path).values.items() if key in TYPES})
+            Settings(**{key: value for key, value in yaml_file.read(path).values.items() if key in TYPES})
         )
     except ValueError:
         return []  # no file, or one that another version has written

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from oomb import __version__
-from oomb.commands.bench import bench
-from oomb.commands.eval import eval_
-from oomb.commands.plan import plan
-from oomb.commands.report import report
-from oomb.commands.tokenize import tokenize
-from oomb.commands.train import train
-from oomb.commands.verify import verify
+from oomb.cli.bench import bench
+from oomb.cli.eval import eval_
+from oomb.cli.plan.command import plan
+from oomb.cli.report.command import report
+from oomb.cli.tokenize import tokenize
+from oomb.cli.train.command import train
+from oomb.cli.verify import verify
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from oomb.report.chart import Chart, plain, svg, tokens
-from oomb.report.figures import WHEN, needle_cells, needle_chart, position_buckets, position_chart
-from oomb.report.run import Run, dictionary, number
+from oomb.cli.report.chart import Chart, plain, svg, tokens
+from oomb.cli.report.charts import WHEN, needle_cells, needle_chart, position_buckets, position_chart
+from oomb.cli.report.events import Run, dictionary, number
 from oomb.utils.metrics import gib
 
 MOST_ROWS = 200

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb.commands.shared import EXIT_DOES_NOT_FIT, PRESET_NAMES, engine_settings, one_clear_message, quiet
-from oomb.models import load
-from oomb.options import (
+from oomb.cli.errors import EXIT_DOES_NOT_FIT, PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.cli.options import (
     DATA,
     MODEL,
     OUTPUT,
@@ -23,6 +22,7 @@ from oomb.options import (
     parse_tokens,
     with_engine_options,
 )
+from oomb.models import load
 
 
 @with_engine_options("kernels")

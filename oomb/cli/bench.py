@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb.commands.shared import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
+from oomb.cli.errors import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
+from oomb.cli.options import Device, Dtype, TrustRemoteCode, parse_list, parse_tokens, with_engine_options
 from oomb.models import load
-from oomb.options import Device, Dtype, TrustRemoteCode, parse_list, parse_tokens, with_engine_options
 
 
 @with_engine_options()

@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb.commands.shared import CommandOfSettings, one_clear_message, quiet
+from oomb.cli.errors import CommandOfSettings, one_clear_message, quiet
+from oomb.cli.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
 from oomb.config import parse_bytes
 from oomb.models import load
-from oomb.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
 
 
 def tokenize(
@@ -136,6 +136,6 @@ def _num_cores() -> int:
 
 def _shown(console: Console) -> AbstractContextManager[Callable[[int, int], None]]:
     """A bar on a terminal, a line now and then elsewhere."""
-    from oomb.panel import bytes_bar
+    from oomb.cli.train.panel import bytes_bar
 
     return bytes_bar(console, "tokenising", "tokenised")

@@ -18,13 +18,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from oomb.cli.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.data.dataset import open_dataset, unchecked
 from oomb.data.tokens import Split
 from oomb.models import load
 from oomb.models.adapters import bits_config
 from oomb.ops.logprob import IGNORED
-from oomb.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.trainers.trainer import Trainer
 
 # Chosen by short trials: much above it the loss stops falling, much below it 20 steps bring little.

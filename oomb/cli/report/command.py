@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from oomb.commands.shared import one_clear_message
-from oomb.options import DATA, OUTPUT
+from oomb.cli.errors import one_clear_message
+from oomb.cli.options import DATA, OUTPUT
 
 
 def report(
@@ -44,8 +44,8 @@ def report(
     the run goes on, after a crash, and again at any time.
     """
     with one_clear_message():
-        from oomb.report.page import write_report
-        from oomb.report.picture import check_picture, write_picture
+        from oomb.cli.report.page import write_report
+        from oomb.cli.report.picture import check_picture, write_picture
 
         if png is not None:
             check_picture(png)

@@ -1,0 +1,1 @@
+"""The `oomb` command line."""
