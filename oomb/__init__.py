@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from oomb.models.checks import UnsupportedModelError
     from oomb.trainers.finite import NonFiniteError
     from oomb.trainers.trainer import Trainer
-    from oomb.trl import DPOTrainer as DPOTrainer
-    from oomb.trl import SFTTrainer as SFTTrainer
+    from oomb.trainers.trl_base import DPOTrainer as DPOTrainer
+    from oomb.trainers.trl_base import SFTTrainer as SFTTrainer
 
 __version__ = "0.1.0"
 

@@ -161,7 +161,7 @@ def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> N
 
 def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(oomb), "SFTTrainer", raising=False)
-    monkeypatch.delitem(vars(oomb.trl), "SFTTrainer", raising=False)
+    monkeypatch.delitem(vars(oomb.trainers.trl_base), "SFTTrainer", raising=False)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "trl", None)
         with pytest.raises(ImportError, match=r"oomb\.SFTTrainer needs TRL: pip install trl "):
@@ -173,4 +173,4 @@ def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer; this is {re.escape(trl.__version__)}"):
         _ = oomb.SFTTrainer
     with pytest.raises(AttributeError, match="it has SFTTrainer and DPOTrainer"):
-        _ = oomb.trl.GRPOTrainer
+        _ = oomb.trainers.trl_base.GRPOTrainer

@@ -342,7 +342,7 @@ def __getattr__(name: str) -> Any:
     """`SFTTrainer` and `DPOTrainer` are made when they are first asked for: their bases are TRL's."""
     ours = {"SFTTrainer": SFT, "DPOTrainer": DPO}.get(name)
     if ours is None:
-        raise AttributeError(f"module 'oomb.trl' has no attribute {name!r}; it has SFTTrainer and DPOTrainer")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has SFTTrainer and DPOTrainer")
     try:
         import trl
         from trl.trainer import utils
