@@ -23,7 +23,7 @@ from result_files import seconds, term_bytes
 from rich.console import Console
 from rich.table import Table
 
-from oomb.planner.report import short_tokens
+from oomb.utils.units import short_tokens
 
 RESULTS = Path("benchmarks/results")
 FILES = [RESULTS / "curve_host.json", RESULTS / "curve_brim.json"]

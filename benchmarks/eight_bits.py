@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb.cli.options import parse_list, parse_tokens
 from oomb.config import Config
 from oomb.models.load import is_preset, load_config, load_model
 from oomb.utils import metrics
+from oomb.utils.units import parse_list, parse_tokens
 
 REFERENCE = {"kv_dtype": "bfloat16", "grad_dtype": "bfloat16"}
 VARIANTS: dict[str, dict[str, str]] = {

@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from oomb.cli.options import parse_list
 from oomb.config import MEANS_OF_RULE, Config
 from oomb.engine.engine import Engine
 from oomb.utils import metrics
+from oomb.utils.units import parse_list
 
 SOURCE, PROSE = "source", "prose"
 MODULES = (("argparse",), ("textwrap", "shlex", "string", "bisect", "configparser"), ("tarfile",))

@@ -34,11 +34,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from oomb.cli.options import parse_list, parse_tokens
 from oomb.cli.report.events import Run, read_run
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.sources import SEED
-from oomb.utils import metrics
+from oomb.utils import metrics, units
+from oomb.utils.units import parse_list, parse_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "finetune_smollm2"
@@ -206,7 +206,7 @@ def table(record: dict[str, Any]) -> Table:
     )
     shown.add_row("tokens/s", "", f"{record['tokens_per_second']:,.0f}")
     for tier, num_bytes in record["peak_bytes"].items():
-        shown.add_row(f"peak memory, {tier.replace('_', ' ')}", "", metrics.gib(num_bytes or 0))
+        shown.add_row(f"peak memory, {tier.replace('_', ' ')}", "", units.gib(num_bytes or 0))
     return shown
 
 

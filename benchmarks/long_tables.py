@@ -8,7 +8,7 @@ from typing import Any
 from result_files import exists, load, seconds, steps
 
 from oomb.planner.fit import SPARE_HOST_BYTES
-from oomb.utils import metrics
+from oomb.utils import units
 
 LORA, FULL, SMALL = "curve_brim.json", "plan_check_full.json", "plan_check_24gib_1m.json"
 """Steps of plan_check.py that fill the GPU's memory: with LoRA, with all weights, and with a GPU held to less."""
@@ -52,7 +52,7 @@ def long_steps() -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        time = f"{metrics.seconds(seconds(row))} ({metrics.seconds(row['predicted_seconds'])})"
+        time = f"{units.seconds(seconds(row))} ({units.seconds(row['predicted_seconds'])})"
         gpu, host = (
             f"{gib(row[f'measured_{tier}_bytes'])} ({gib(row[f'predicted_{tier}_bytes'])})" for tier in ("gpu", "host")
         )
@@ -100,7 +100,7 @@ def memory() -> str:
             cells = " | ".join(f"{row[f'{kind}_{tier}_bytes'] / 2**30:.2f}" for _, row in columns)
             lines.append(f"| **{name}, {kind}** | {cells} |")
     for name, values in (
-        ("time of the step", [metrics.seconds(seconds(row)) for _, row in columns]),
+        ("time of the step", [units.seconds(seconds(row)) for _, row in columns]),
         ("of it optimizer", [f"{row['optimizer_seconds'] or 0.0:.2f} s" for _, row in columns]),
     ):
         lines.append(f"| {name} | {' | '.join(values)} |")
@@ -159,7 +159,7 @@ def optimizer() -> str:
     return "".join(
         f"Measured is one step, {OPTIMIZERS[row['optimizer']]}, of all weights of Qwen2.5-7B on an "
         f"{load(FULL)['machine']['gpu']['name']} whose memory is full: {row['optimizer_seconds']:.1f} s, many times "
-        f"that of the link. Forward and backward before it took {metrics.seconds(row['measured_seconds'])}, on "
+        f"that of the link. Forward and backward before it took {units.seconds(row['measured_seconds'])}, on "
         f"{row['context']:,} tokens."
         for row in measured(FULL)
     )

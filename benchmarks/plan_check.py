@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from oomb.cli.options import parse_list, parse_tokens
-from oomb.config import OFFLOADED_STATES, Config, parse_bytes
+from oomb.config import OFFLOADED_STATES, Config
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
 from oomb.memory.tiers import free_host_bytes
@@ -37,7 +36,8 @@ from oomb.models.probe import facts_of
 from oomb.planner.fit import SPARE_HOST_BYTES
 from oomb.planner.forecast import CONTEXT_BYTES, Machine, Plan, forecast
 from oomb.planner.report import find_machine
-from oomb.utils import metrics
+from oomb.utils import metrics, units
+from oomb.utils.units import parse_bytes, parse_list, parse_tokens
 
 EIGHT_BITS: dict[str, Any] = {"page_budget": 64, "page_size": 128, "kv_dtype": "int8", "grad_dtype": "int8"}
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -225,7 +225,7 @@ def check(
     plan: Plan = forecast(facts, config, machine, length=context, optimizer=optimizer)
     if not plan.fits:
         reach = f"; {plan.longest_context:,} tokens would" if plan.longest_context else ""
-        row.problem = f"{NOT_PLANNED}: {plan.problem} ({metrics.gib(free_host_bytes())} of host memory are free){reach}"
+        row.problem = f"{NOT_PLANNED}: {plan.problem} ({units.gib(free_host_bytes())} of host memory are free){reach}"
         save(row)
         return row
     row.predicted_gpu_bytes, row.predicted_host_bytes = plan.peak_gpu_bytes, plan.host_bytes
@@ -271,7 +271,7 @@ def measure(
     # Pinning host memory and building kernels belong to a run's first step.
     at("pinning host memory")
     row.reserve_seconds = timed(lambda: engine.reserve(1, context))
-    print(f"{metrics.gib(free_host_bytes())} of host memory are free beside the pages", flush=True)
+    print(f"{units.gib(free_host_bytes())} of host memory are free beside the pages", flush=True)
     chunks = WARM_UP_CHUNKS["dense" if engine.config.page_budget is None else "chosen"]
     at("warming up")
     timed(lambda: engine.loss(ids[:, : chunks * engine.config.chunk_size]).backward())
@@ -339,9 +339,9 @@ def table(rows: list[Row], layers: int | None) -> Table:
             row.case,
             row.place,
             f"{row.context:,}",
-            f"{metrics.gib(row.predicted_gpu_bytes)} / {metrics.gib(row.measured_gpu_bytes)}",
+            f"{units.gib(row.predicted_gpu_bytes)} / {units.gib(row.measured_gpu_bytes)}",
             percent(row.predicted_gpu_bytes, row.measured_gpu_bytes),
-            f"{metrics.gib(row.predicted_host_bytes)} / {metrics.gib(row.measured_host_bytes)}",
+            f"{units.gib(row.predicted_host_bytes)} / {units.gib(row.measured_host_bytes)}",
             percent(row.predicted_host_bytes, row.measured_host_bytes),
             f"{row.predicted_seconds or 0:.2f} / {row.measured_seconds:.2f} s",
             percent(row.predicted_seconds or 0, row.measured_seconds),

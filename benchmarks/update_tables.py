@@ -14,7 +14,7 @@ import result_files
 from result_files import exists, load, steps
 from sparse_tables import SPARSE, fidelity, sparse_details, sparse_rows, sparse_summary
 
-from oomb.utils import metrics
+from oomb.utils import units
 
 
 def cell(row: dict[str, Any]) -> str:
@@ -136,7 +136,7 @@ def headline() -> str:
         )
         + "".join(
             f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in "
-            f"{metrics.seconds(result_files.seconds(row))}**"
+            f"{units.seconds(result_files.seconds(row))}**"
             for row in long_tables.measured(long_tables.LORA)
         )
         + " ([performance](#performance))."

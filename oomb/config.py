@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from oomb.utils.units import parse_bytes
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -146,20 +147,6 @@ class Config:
 def means_per_page(rule: str, page_size: int) -> int:
     """As many of the rule's means as share a page evenly: 1 of 2 for a page of 7."""
     return max(m for m in range(1, MEANS_OF_RULE[rule] + 1) if page_size % m == 0)
-
-
-def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Bytes from a number or a text: 0, 25769803776, "24GiB", "24 GB", "512MiB"."""
-    units = {"": 1, "B": 1} | {
-        f"{prefix}{suffix}": base ** (power + 1)
-        for power, prefix in enumerate("KMGT")
-        for suffix, base in (("", 1024), ("IB", 1024), ("B", 1000))
-    }
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper())
-    is_part = match is not None and "." in match[1] and not match[2]
-    if isinstance(size, bool) or match is None or match[2] not in units or is_part:
-        raise ValueError(f'{name} is {size!r}; it must be "auto", a whole number of bytes, or a size such as "24GiB"')
-    return int(float(match[1]) * units[match[2]])
 
 
 def parse_optim_args(text: str | None) -> dict[str, Any]:

@@ -13,14 +13,13 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb.cli import options
 from oomb.cli.train import output_dir
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.signals import EXIT_INTERRUPTED
 from oomb.data.dataset import load
-from oomb.models import load as presets
+from oomb.models import load as load_module
 from oomb.trainers import trainer
-from oomb.utils import metrics
+from oomb.utils import metrics, units
 
 TOY = ["--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--dtype", "float32"]
 
@@ -127,7 +126,7 @@ def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path)
 
 
 def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> None:
-    model = presets.load_model(str(saved_model), device="cpu")
+    model = load_module.load_model(str(saved_model), device="cpu")
     output_dir.save(model, None, here / "model")
     before = (here / "model" / "model.safetensors").read_bytes()
 
@@ -291,33 +290,33 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.utils, "get_session", unreachable)
-    presets._why_offline.cache_clear()
+    load_module._why_offline.cache_clear()
     for _ in range(2):
         result = invoke("train", *TOY, "--model", "no-such/model")
         assert result.exit_code == 2
         assert "cannot be reached (no route; HF_HUB_OFFLINE=1" in result.output
         assert "Name a local folder" in result.output
-    presets._why_offline.cache_clear()
+    load_module._why_offline.cache_clear()
     assert len(asked) == 1
 
 
 def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
-    short = presets.preset_config("demo", max_position_embeddings=128)
+    short = load_module.preset_config("demo", max_position_embeddings=128)
     AutoModelForCausalLM.from_config(short).save_pretrained(here / "short")
     result = invoke("train", *TOY, "--model", "short", "--chunk_size", "1k", "--max_steps", "1", "--dtype", "fp32")
     assert result.exit_code == 0, result.output
     assert "--max_length 256 is more than the 128 positions this model was made for" in result.output
     assert "1 step of 1 window, learning rate 5e-05, chunks of 1,024 tokens" in result.output
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    assert presets.positions_of(short) == 128
+    assert load_module.positions_of(short) == 128
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     for rope in (yarn, dynamic, {"full_attention": dynamic, "sliding_attention": dynamic}):
-        scaled = presets.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
-        assert presets.positions_of(scaled) == 512
+        scaled = load_module.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
+        assert load_module.positions_of(scaled) == 512
 
 
 def test_a_model_without_its_tokenizer_is_named(here: Path) -> None:
-    config = presets.preset_config("demo", vocab_size=300)
+    config = load_module.preset_config("demo", vocab_size=300)
     AutoModelForCausalLM.from_config(config).save_pretrained(here / "bare")
     assert "bare holds no tokenizer; name one with --tokenizer_name" in invoke("train", "--model", "bare").output
     assert "; did you mean 'bare'? The presets are" in invoke("train", "--model", "baer").output
@@ -361,10 +360,10 @@ def test_bench_refuses_in_one_message(arguments: list[str], message: str) -> Non
 
 
 def test_numbers_of_tokens() -> None:
-    assert options.parse_list("4096, 32K,1m", options.parse_tokens) == [4096, 32768, 1048576]
+    assert units.parse_list("4096, 32K,1m", units.parse_tokens) == [4096, 32768, 1048576]
     for wrong in ("", "0", "-1", "1.5K", "K"):
         with pytest.raises(ValueError, match="is not a number of tokens"):
-            options.parse_tokens(wrong)
+            units.parse_tokens(wrong)
 
 
 @pytest.mark.parametrize(

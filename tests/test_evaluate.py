@@ -24,7 +24,7 @@ from oomb.eval.needles import LEAD, NeedleSettings, build_haystacks, needle_scor
 from oomb.eval.perplexity import perplexity_by_position
 from oomb.eval.run import needle_table, tokenizer_for
 from oomb.eval.samples import decode, sample_text
-from oomb.models import load as presets
+from oomb.models import load as load_module
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 PROBE = NeedleSettings(lengths=(2048,), num_depths=3, num_candidates=4, num_haystacks=2)
@@ -34,7 +34,7 @@ PROBE = NeedleSettings(lengths=(2048,), num_depths=3, num_candidates=4, num_hays
 def engine() -> Engine:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(presets.preset_config("demo", **SMALL), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(load_module.preset_config("demo", **SMALL), dtype=torch.float32)
     return Engine(model, Config(chunk_size=100, page_size=20))
 
 
@@ -315,7 +315,7 @@ def test_a_sample_is_repeatable_and_leaves_random_numbers_alone(engine: Engine, 
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(saved_model: Path) -> None:
-    config = presets.load_config(str(saved_model))
+    config = load_module.load_config(str(saved_model))
     assert tokenizer_for(str(saved_model), config) is None
     config.vocab_size = 200
     with pytest.raises(ValueError, match="vocabulary of 200 and bytes need 258 ids"):
@@ -339,7 +339,7 @@ def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     # The windows are those that training would hold out.
     held_out = load("stdlib", max_length=1500, num_train=1, num_held_out=2).held_out
     assert held_out is not None and len(held_out) >= 1
-    model = presets.load_model(str(saved_model), device="cpu", dtype="float32")
+    model = load_module.load_model(str(saved_model), device="cpu", dtype="float32")
     own = perplexity_by_position(Engine(model, Config(chunk_size=512)), [held_out[i]["input_ids"] for i in range(2)])
     assert found["perplexity"]["loss"] == pytest.approx(own.loss, rel=1e-6)
 

@@ -27,8 +27,8 @@ import typer
 import update_tables
 from browser import browse, find_browser, picture
 
-from oomb.cli.options import parse_tokens
 from oomb.models import load
+from oomb.utils.units import parse_tokens
 
 LENGTH = 2048
 

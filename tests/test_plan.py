@@ -13,7 +13,7 @@ from families import FAMILIES, SIZES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomb.config import Config, parse_bytes
+from oomb.config import Config
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
 from oomb.models.probe import facts_of
@@ -23,7 +23,8 @@ from oomb.planner import forecast as forecasting
 from oomb.planner.fit import decide, longest_context
 from oomb.planner.forecast import Machine, Plan, forecast, machine_named
 from oomb.planner.placement import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
-from oomb.utils.metrics import GIB
+from oomb.utils import units
+from oomb.utils.units import GIB, parse_bytes
 
 MIB = 1 << 20
 SOME_FAMILIES = [
@@ -312,7 +313,7 @@ def test_the_mildest_settings_do() -> None:
 
 @given(st.integers(0, 1 << 45))
 def test_a_size_in_four_digits_is_near(num_bytes: int) -> None:
-    assert 0.999 * num_bytes - 1 <= parse_bytes(fit.four_digits(num_bytes)) <= num_bytes
+    assert 0.999 * num_bytes - 1 <= parse_bytes(units.four_digits(num_bytes)) <= num_bytes
 
 
 def test_a_refusal_says_how_much_host_memory_is_enough() -> None:

@@ -25,7 +25,7 @@ from oomb.config import Config
 from oomb.models import load
 from oomb.models.probe import facts_of
 from oomb.planner.forecast import Machine, forecast
-from oomb.utils.metrics import GIB
+from oomb.utils.units import GIB
 
 STEP = ("--cases", "lora-8bit", "--contexts", "8K", "--places", "auto")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from test_plan import H200, facts_for
 
-from oomb.config import Config, parse_bytes
+from oomb.config import Config
 from oomb.planner.forecast import forecast
-from oomb.utils.metrics import GIB
+from oomb.utils.units import GIB, parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

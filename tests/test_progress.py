@@ -24,7 +24,8 @@ from oomb.cli.train.panel import View, lines_of, sparkline
 from oomb.cli.train.signals import StopRequested
 from oomb.models import load
 from oomb.planner.forecast import PEAK_TFLOPS
-from oomb.utils.metrics import GIB, JsonLines, MemoryMeter
+from oomb.utils.metrics import JsonLines, MemoryMeter
+from oomb.utils.units import GIB
 
 TOY = [
     "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu", "--output_dir", "out",

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import TINY
 
-from oomb.config import Config, parse_bytes
+from oomb.config import Config
 from oomb.planner import report, suggest
 from oomb.planner.forecast import OPTIMIZERS, Machine, Plan, forecast, machine_named
 from oomb.planner.placement import ModelFacts, place
 from oomb.planner.suggest import Answer, Recipe, answer
-from oomb.utils.metrics import GIB
+from oomb.utils.units import GIB, parse_bytes
 
 MIB = 1 << 20
 ADAPTED = replace(

@@ -17,7 +17,7 @@ from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
 from oomb.planner.forecast import Machine, forecast
 from oomb.planner.report import facts_for
-from oomb.utils.metrics import GIB
+from oomb.utils.units import GIB
 
 SPARSE = {"chunk_size": 256, "page_size": 64, "page_budget": 3}
 

@@ -20,7 +20,7 @@ from followed import follow, memory_for
 
 from oomb.attention import sparse
 from oomb.memory.store import PageStore
-from oomb.planner import placement as plan
+from oomb.planner import placement as placement_module
 
 LENGTH = 90
 SIZES = {
@@ -59,7 +59,7 @@ NAMES = ("way", "place", "page_size", "keep_attention", "checkpoint_layers")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "TILE_SIZE", 8)
+    monkeypatch.setattr(placement_module, "TILE_SIZE", 8)
 
 
 @functools.lru_cache
@@ -87,7 +87,7 @@ def trained(model: Any, place: str, sizes: dict[str, Any], length: int = LENGTH,
 def trajectory(family: str, dtype: torch.dtype, page_size: int) -> list[Step]:
     """With everything on the model's device and nothing kept, the plain way: what all others must repeat."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "TILE_SIZE", 8)
+        patch.setattr(placement_module, "TILE_SIZE", 8)
         return trained(tiny(family, dtype), "gpu", SIZES[page_size], keep_attention=False, checkpoint_layers=False)
 
 
@@ -174,7 +174,7 @@ def test_one_trajectory_on_a_gpu(
 ) -> None:
     from test_gpu import wide_llama
 
-    monkeypatch.setattr(plan, "TILE_SIZE", 32)
+    monkeypatch.setattr(placement_module, "TILE_SIZE", 32)
     # Pages by their kernels all the same.
     monkeypatch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
     model = wide_llama().to(dtype)

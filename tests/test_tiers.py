@@ -17,7 +17,7 @@ from torch import Tensor
 import oomb
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.store import PageStore
-from oomb.planner import placement as plan
+from oomb.planner import placement as placement_module
 
 LENGTH = 300
 FAMILIES = {
@@ -136,7 +136,9 @@ def test_outputs_of_the_last_tokens_alone(
     """Where there is no room for more, attention of the others is computed again: all the same."""
     kept, keep = set(), PageStore.keep
     monkeypatch.setattr(
-        plan, "_place_outputs", lambda request, lean: plan._place(request, lean, out_tokens=2 * chunk_size)
+        placement_module,
+        "_place_outputs",
+        lambda request, lean: placement_module._place(request, lean, out_tokens=2 * chunk_size),
     )
     monkeypatch.setattr(PageStore, "keep", lambda self, *args: (kept.add((self.kept_from, args[1])), keep(self, *args)))
     model = copy.deepcopy(tiny("qwen2_sliding"))

@@ -28,7 +28,7 @@ from oomb.cli.train.settings import Settings
 from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
-from oomb.models import load as presets
+from oomb.models import load as load_module
 from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
 from oomb.utils import lock
@@ -334,7 +334,7 @@ def test_it_is_told_in_the_run(here: Path) -> None:
 
 
 def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(presets.PRESETS, "some-7b", presets.PRESETS["demo"])
+    monkeypatch.setitem(load_module.PRESETS, "some-7b", load_module.PRESETS["demo"])
     said = "is a preset: random weights, and text is read as bytes. For the trained model name its hub id or a folder."
     for name in ("some-7b", "Some-7B"):
         done = invoke("train", "--model", name, *TOY, "--max_steps", "1", "--overwrite_output_dir")

@@ -9,8 +9,10 @@ import typer
 from rich.console import Console
 
 from oomb.cli.errors import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
-from oomb.cli.options import Device, Dtype, TrustRemoteCode, parse_list, parse_tokens, with_engine_options
+from oomb.cli.options import Device, Dtype, TrustRemoteCode, with_engine_options
 from oomb.models import load
+from oomb.utils import dtypes
+from oomb.utils.units import parse_list, parse_tokens
 
 
 @with_engine_options()
@@ -66,12 +68,12 @@ def bench(
         for mode in chosen_modes:
             if mode not in ("oomb", "standard"):
                 raise ValueError(f"--modes has {mode!r}; the modes are oomb and standard")
-        place = load.resolve_device(device)
+        place = dtypes.resolve_device(device)
         on_gpu = place.type == "cuda"
         name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
         load.check_model_name(name)
         lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
-        precision = str(load.resolve_dtype(dtype, place)).removeprefix("torch.")
+        precision = str(dtypes.resolve_dtype(dtype, place)).removeprefix("torch.")
         quiet()
         from oomb.eval import bench as benchmark
 

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from oomb.cli.options import parse_tokens
 from oomb.cli.train.aliases import ALIASES, refuse_two_values
 from oomb.cli.train.settings import TYPES, own_fields
 from oomb.config import Config
 from oomb.models import load
+from oomb.utils import dtypes
+from oomb.utils.units import parse_tokens
 
 EXIT_NOT_TRUSTED = 1
 EXIT_DOES_NOT_FIT = 1
@@ -121,7 +122,7 @@ def engine_settings(options: dict[str, Any]) -> dict[str, Any]:
     """A command's options as settings of `oomb.Config`, checked."""
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["chunk_size"] = parse_tokens(chosen["chunk_size"], "--chunk_size")
-    words: dict[str, Any] = {"true": True, "false": False, **load.SHORT_DTYPES}
+    words: dict[str, Any] = {"true": True, "false": False, **dtypes.SHORT_DTYPES}
     chosen = {
         name: words.get(value.lower(), value) if isinstance(value, str) else value for name, value in chosen.items()
     }

@@ -8,19 +8,10 @@ import typer
 from rich.console import Console
 
 from oomb.cli.errors import PRESET_NAMES, CommandOfSettings, engine_settings, one_clear_message, quiet, train_options
-from oomb.cli.options import (
-    DATA,
-    OUTPUT,
-    Device,
-    Dtype,
-    TrustRemoteCode,
-    parse_list,
-    parse_tokens,
-    with_engine_options,
-    with_options,
-)
+from oomb.cli.options import DATA, OUTPUT, Device, Dtype, TrustRemoteCode, with_engine_options, with_options
 from oomb.cli.train.settings import check_value
 from oomb.models import load
+from oomb.utils.units import parse_list, parse_tokens
 
 NEEDLES = "Needles in a haystack"
 

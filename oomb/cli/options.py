@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
-
-T = TypeVar("T")
 
 MODEL, DATA, MACHINE, OPTIMIZER, OUTPUT, ENGINE = "Model", "Data", "Machine", "Optimizer", "Output", "Engine"
 """The panels of `--help`."""
@@ -206,18 +203,3 @@ def with_options(
         return command
 
     return decorate
-
-
-def parse_tokens(text: str, option: str = "") -> int:
-    """A number of tokens: "4096", "32K" (= 32768), "1M" (= 1048576)."""
-    match = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"{option} {text!r} is not a number of tokens; write 4096, 32K or 1M (K = 1024)".strip())
-    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2]]
-
-
-def parse_list(text: str, parse: Callable[[str], T]) -> list[T]:
-    parts = [part for part in text.split(",") if part.strip()]
-    if not parts:
-        raise ValueError("the list is empty; separate its items by commas, as in 32K,64K,1M")
-    return [parse(part) for part in parts]

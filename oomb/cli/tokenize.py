@@ -17,8 +17,8 @@ from rich.markup import escape
 
 from oomb.cli.errors import CommandOfSettings, one_clear_message, quiet
 from oomb.cli.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
-from oomb.config import parse_bytes
 from oomb.models import load
+from oomb.utils.units import parse_bytes
 
 
 def tokenize(

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from oomb.cli.errors import EXIT_NOT_TRUSTED, PRESET_NAMES, engine_settings, one_clear_message, quiet
-from oomb.cli.options import Device, TrustRemoteCode, parse_tokens, with_engine_options
+from oomb.cli.options import Device, TrustRemoteCode, with_engine_options
 from oomb.models import load
+from oomb.utils.units import parse_tokens
 
 
 @with_engine_options("page_budget", "page_rule", chunk_size="512")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from oomb.config import Config, parse_bytes
+from oomb.config import Config
 from oomb.engine.grads import pending_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerSpec, Row, pair
@@ -20,6 +20,7 @@ from oomb.models.causal_lm import CausalLM, LayerShape
 from oomb.models.probe import facts_of
 from oomb.planner.fit import decide
 from oomb.planner.placement import LayerFacts, Placement, choosing
+from oomb.utils.units import parse_bytes
 
 SLOW_ADAPTERS = (
     "the adapters compute in float32 beside 16-bit weights, which is slower and takes more memory: call the engine "

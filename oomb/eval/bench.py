@@ -27,7 +27,7 @@ from oomb.models.causal_lm import CausalLM, switch_checkpointing
 from oomb.models.load import autocast_for, load_model, with_lora
 from oomb.ops.logprob import IGNORED, TiledHead
 from oomb.planner.forecast import PEAK_TFLOPS
-from oomb.utils import metrics
+from oomb.utils import metrics, units
 
 MODES = ("oomb", "standard")
 FASTEST_FIRST = [
@@ -81,16 +81,16 @@ class Report:
         columns: dict[str, Callable[[Row], str]] = {
             "context": lambda row: f"{row.context:,}",
             "mode": lambda row: row.mode,
-            "time": lambda row: row.problem or metrics.seconds(row.seconds or 0.0),
+            "time": lambda row: row.problem or units.seconds(row.seconds or 0.0),
             "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             "MFU": lambda row: f"{row.mfu:.1%}" if row.mfu else "",
-            "peak": lambda row: metrics.gib(row.peak_bytes) if row.peak_bytes else "",
-            "pages, device": lambda row: metrics.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
-            "host": lambda row: metrics.gib(row.host_page_bytes) if row.host_page_bytes else "",
+            "peak": lambda row: units.gib(row.peak_bytes) if row.peak_bytes else "",
+            "pages, device": lambda row: units.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
+            "host": lambda row: units.gib(row.host_page_bytes) if row.host_page_bytes else "",
             "moved in, out": lambda row: (
-                f"{metrics.gib(row.loaded_bytes)}, {metrics.gib(row.stored_bytes)}" if row.loaded_bytes else ""
+                f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}" if row.loaded_bytes else ""
             ),
-            "waited": lambda row: metrics.seconds(row.waited_seconds) if row.loaded_bytes else "",
+            "waited": lambda row: units.seconds(row.waited_seconds) if row.loaded_bytes else "",
             "grad diff": lambda row: f"{row.grad_difference:.1e}" if row.grad_difference is not None else "",
         }
         shown = {name: show for name, show in columns.items() if any(map(show, self.rows))}

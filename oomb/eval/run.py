@@ -31,6 +31,7 @@ from oomb.eval.needles import Haystack, NeedleSettings, build_haystacks, needle_
 from oomb.eval.perplexity import perplexity_by_position
 from oomb.eval.samples import sample_text
 from oomb.models import load
+from oomb.utils import dtypes
 from oomb.utils.metrics import machine
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Evaluates, prints tables, and returns what it writes to `settings.output`."""
     started = time.monotonic()
     config = Config.from_dict(settings.engine)
-    device = load.resolve_device(settings.device)
-    load.resolve_dtype(settings.dtype, device)
+    device = dtypes.resolve_device(settings.device)
+    dtypes.resolve_dtype(settings.dtype, device)
     base = base_of(settings.model_name_or_path)
     whole = settings.model_name_or_path if base is None else base
     trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}

@@ -11,8 +11,9 @@ from typing import Any
 
 from oomb.config import Config
 from oomb.memory.pool import OutOfPages
-from oomb.planner.placement import ITEMSIZES, MARGIN, ModelFacts, Placement, Request, host_budget, place
-from oomb.utils.metrics import GIB, gib
+from oomb.planner.placement import MARGIN, ModelFacts, Placement, Request, host_budget, place
+from oomb.utils.dtypes import ITEMSIZES
+from oomb.utils.units import GIB, four_digits, gib
 
 SMALLEST_CHUNK = 512
 """The shortest chunk that is advised."""
@@ -243,15 +244,6 @@ def to_the_brim(request: Request, limits: Collection[str]) -> Request:
         there = four_digits(int(request.room) - unlimited.needed_bytes - request.optimizer_bytes)
         request = replace(request, config=replace(request.config, gpu_memory=there))
     return request
-
-
-def four_digits(num_bytes: int) -> str | int:
-    """The next size in four digits that is no more than this: 114.3GiB."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            scale = 10 ** max(0, 4 - len(str(num_bytes // size)))
-            return f"{num_bytes * scale // size / scale:.10g}{unit}"
-    return max(0, num_bytes)
 
 
 def _without_sums(request: Request) -> Request:

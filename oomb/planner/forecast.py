@@ -20,7 +20,7 @@ from oomb.memory.tiers import GAPS
 from oomb.ops.moments import field_sizes
 from oomb.planner.fit import longest_context
 from oomb.planner.placement import ModelFacts, Placement, Request, Term, host_budget, place
-from oomb.utils.metrics import GIB, duration, gib
+from oomb.utils.units import GIB, duration, gib
 
 PEAK_TFLOPS = {
     "B200": 2250,

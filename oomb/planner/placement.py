@@ -11,14 +11,13 @@ from functools import cached_property
 
 import torch
 
-from oomb.config import TILE_SIZE, Config, means_per_page, parse_bytes
+from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import pair_bytes, row_bytes, staging_bytes
 from oomb.memory.selected import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen, table_bytes
 from oomb.planner.activations import step_needs
-from oomb.utils.metrics import gib
-
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+from oomb.utils.dtypes import ITEMSIZES
+from oomb.utils.units import gib, parse_bytes
 
 OPERATIONS_PER_BYTE = 12_800
 """Of matrix products, in the time that the link takes for a byte: 575 TFLOP/s and 45 GB/s (`oomb.forecast`)."""

@@ -14,7 +14,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from oomb.config import OFFLOADED_STATES, Config, parse_bytes
+from oomb.config import OFFLOADED_STATES, Config
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.tiers import free_host_bytes
 from oomb.models import load
@@ -23,7 +23,8 @@ from oomb.models.probe import facts_of
 from oomb.planner.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
 from oomb.planner.placement import MARGIN, ModelFacts, Term, place
 from oomb.planner.suggest import Answer, answer
-from oomb.utils import metrics
+from oomb.utils import dtypes, units
+from oomb.utils.units import parse_bytes, short_tokens
 
 TIERS = {GPU: "GPU", HOST: "host"}
 NUM_CONTEXTS = 48
@@ -66,8 +67,8 @@ class Forecast:
         batch = f" x {plan.batch_size}" if plan.batch_size > 1 else ""
         return (
             f"{self.model} in {self.dtype}, {'LoRA' if self.lora else 'full training'}: one step on {plan.length:,} "
-            f"tokens{batch} on {machine.gpu_name or 'a GPU'} ({machine.gpu_bytes / metrics.GIB:.1f} GiB, "
-            f"{plan.gpu_limit / metrics.GIB:.1f} usable), {metrics.gib(machine.host_bytes)} of host memory free"
+            f"tokens{batch} on {machine.gpu_name or 'a GPU'} ({machine.gpu_bytes / units.GIB:.1f} GiB, "
+            f"{plan.gpu_limit / units.GIB:.1f} usable), {units.gib(machine.host_bytes)} of host memory free"
         )
 
     def table(self) -> Table:
@@ -79,14 +80,14 @@ class Forecast:
             terms = [term for term in plan.terms if term.tier == tier]
             for term in terms:
                 table.add_row(
-                    term.name, name, metrics.gib(term.num_bytes), "grows with the context" if term.grows else ""
+                    term.name, name, units.gib(term.num_bytes), "grows with the context" if term.grows else ""
                 )
             limit, total = self._limit(tier), plan.peak_gpu_bytes if tier == GPU else plan.host_bytes
             source = "usable" if tier == GPU else f"{MARGIN:.0%} of what is free"
             if tier == HOST and plan.config.host_memory != "auto":
                 source = f"host_memory={plan.config.host_memory}"
-            note = f"of {metrics.gib(limit)}, {source}"
-            table.add_row(f"[bold]{name} in all[/]", name, f"[bold]{metrics.gib(total)}[/]", note, end_section=True)
+            note = f"of {units.gib(limit)}, {source}"
+            table.add_row(f"[bold]{name} in all[/]", name, f"[bold]{units.gib(total)}[/]", note, end_section=True)
         return table
 
     def _limit(self, tier: str) -> int:
@@ -123,7 +124,7 @@ class Forecast:
         ):
             value = getattr(plan.config, name)
             if value != "auto" and parse_bytes(value) > there:
-                lines.append(f"[yellow]{name}={value}: {metrics.gib(there)} are {words} for it[/]")
+                lines.append(f"[yellow]{name}={value}: {units.gib(there)} are {words} for it[/]")
         has_learned = self.facts.num_positions is not None
         if self.positions is not None and plan.length > self.positions and not has_learned:
             lines.append(
@@ -132,7 +133,7 @@ class Forecast:
             )
         if plan.optimizer in OFFLOADED_STATES and self.master_bytes:
             lines.append(
-                f"not counted: float32 copies of the weights, {metrics.gib(self.master_bytes)} more of host memory, "
+                f"not counted: float32 copies of the weights, {units.gib(self.master_bytes)} more of host memory, "
                 "which oomb train --optim offloaded_adamw keeps unless --optim_args has master_weights=false"
             )
         if plan.problem is not None:
@@ -190,14 +191,14 @@ class Forecast:
             names, sizes = _curves(terms, tier)
             if names:
                 axes.stackplot(contexts, sizes, labels=names, colors=[COLORS[name] for name in names])
-            limit = self._limit(tier) / metrics.GIB
+            limit = self._limit(tier) / units.GIB
             axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.1f} GiB")
             axes.axvline(plan.length, color="gray", linestyle=":", linewidth=1, label=f"{plan.length:,} tokens")
             if plan.longest_context:
                 label = f"longest: {plan.longest_context:,} tokens"
                 axes.axvline(plan.longest_context, color="black", linestyle="-.", linewidth=1, label=label)
             axes.set(title=f"{name} memory", xlabel="context, tokens", ylabel="GiB", xlim=(contexts[0], contexts[-1]))
-            needed = (plan.peak_gpu_bytes if tier == GPU else plan.host_bytes) / metrics.GIB
+            needed = (plan.peak_gpu_bytes if tier == GPU else plan.host_bytes) / units.GIB
             axes.set_ylim(0, 1.15 * max(limit, needed) or 1)
             axes.set_xticks(ticks, [short_tokens(tokens) for tokens in ticks])
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small", frameon=False)
@@ -230,7 +231,7 @@ def _curves(plans: Sequence[tuple[Term, ...]], tier: str) -> tuple[list[str], li
     """Names of a tier's terms, and their GiB in every plan."""
     found = [{term.name: term.num_bytes for term in terms if term.tier == tier} for terms in plans]
     names = sorted({name for sizes in found for name in sizes}, key=list(COLORS).index)
-    return names, [[sizes.get(name, 0) / metrics.GIB for sizes in found] for name in names]
+    return names, [[sizes.get(name, 0) / units.GIB for sizes in found] for name in names]
 
 
 def plan(
@@ -251,7 +252,7 @@ def plan(
         raise ValueError(f"--batch_size is {batch_size}; it must be 1 or more")
     trust = {"trust_remote_code": True} if trust_remote_code else {}
     model_config = load.load_config(model, **trust)
-    precision = load.resolve_dtype(dtype, torch.device("cuda"))
+    precision = dtypes.resolve_dtype(dtype, torch.device("cuda"))
     facts = facts_for(model, dtype=dtype, lora=lora, config=model_config, **trust)
     asked = forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer)
 
@@ -283,7 +284,7 @@ def facts_for(
     from transformers import AutoModelForCausalLM
 
     config = load.load_config(name, trust_remote_code=trust_remote_code) if config is None else config
-    precision = load.resolve_dtype(dtype, torch.device("cuda"))
+    precision = dtypes.resolve_dtype(dtype, torch.device("cuda"))
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=precision, trust_remote_code=trust_remote_code)
         try:
@@ -317,7 +318,7 @@ def _size(text: str, option: str) -> int:
     """The memory of a machine. Nobody has bytes of it: a number without a unit lacks one, or is half of a name."""
     bare = re.fullmatch(r"\d+", text.strip()) is not None
     num_bytes = parse_bytes(text, option)
-    if bare and num_bytes < metrics.GIB and (num_bytes or option == "--gpu"):
+    if bare and num_bytes < units.GIB and (num_bytes or option == "--gpu"):
         card = next((name for name in CARDS if option == "--gpu" and name.split()[-1] == text.strip()), None)
         meant = f"{text.strip()}GiB" if card is None else repr(card)
         raise ValueError(f"{option} {text.strip()} is a number of bytes; did you mean {meant}?")
@@ -331,11 +332,3 @@ def check_plotting(path: str | Path, option: str = "--plot") -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError(f"{option} needs matplotlib: pip install matplotlib") from None
-
-
-def short_tokens(tokens: float) -> str:
-    """131072 -> "128K"."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if tokens >= size:
-            return f"{tokens / size:.4g}{unit}"
-    return f"{tokens:.0f}"

@@ -32,7 +32,7 @@ from oomb.planner.fit import (
 )
 from oomb.planner.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
 from oomb.planner.placement import MARGIN, ModelFacts, Request, place
-from oomb.utils.metrics import GIB, gib
+from oomb.utils.units import GIB, exact_size, gib, tokens_text
 
 SLOW_SECONDS, SPEED_UP = 3600, 3
 """Chosen pages are brought up where a step takes longer, and would be so many times as fast with them. Of a batch that
@@ -457,19 +457,3 @@ def _meaning(name: str, value: Any) -> str:
         return "as much as is free, with a margin"
     text = MEANINGS[name].format(bits=BITS.get(value, value))
     return f"{text}, in {BITS.get(dtype, dtype)}" if (dtype := OFFLOADED_STATES.get(value)) else text
-
-
-def tokens_text(tokens: int) -> str:
-    """As a person writes it, if it can be so exactly: 4M."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens)
-
-
-def exact_size(num_bytes: int) -> str:
-    """The same for bytes: 119GiB."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes % size == 0:
-            return f"{num_bytes // size}{unit}"
-    return f"{num_bytes}B"

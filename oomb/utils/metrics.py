@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-GIB = 1 << 30
+from oomb.utils.units import GIB
 
 
 def machine() -> dict[str, Any]:
@@ -238,25 +238,3 @@ def _closed(file: Any) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for a person: "3.42 GiB", or MiB below a tenth of one."""
-    if abs(num_bytes) < 0.1 * GIB:
-        return f"{num_bytes / (1 << 20):.1f} MiB"
-    return f"{num_bytes / GIB:.2f} GiB"
-
-
-def duration(seconds_taken: float) -> str:
-    """Seconds for a person, of short ones milliseconds."""
-    return f"{1000 * seconds_taken:.3g} ms" if seconds_taken < 0.9995 else seconds(seconds_taken)
-
-
-def seconds(duration: float) -> str:
-    """Seconds for a person: "2 m 05 s"."""
-    if duration < 60:
-        return f"{duration:.1f} s"
-    minutes, rest = divmod(round(duration), 60)
-    if minutes < 60:
-        return f"{minutes} m {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} m"

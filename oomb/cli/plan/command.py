@@ -19,10 +19,10 @@ from oomb.cli.options import (
     OptimizerStates,
     Plot,
     TrustRemoteCode,
-    parse_tokens,
     with_engine_options,
 )
 from oomb.models import load
+from oomb.utils.units import parse_tokens
 
 
 @with_engine_options("kernels")

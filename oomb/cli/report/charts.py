@@ -7,7 +7,7 @@ from typing import Any
 
 from oomb.cli.report.chart import Chart, Series, percent, plain, tokens
 from oomb.cli.report.events import Run, number
-from oomb.utils.metrics import GIB
+from oomb.utils.units import GIB
 
 STEP = "step"
 NEEDLE_ROW = ("length", "accuracy")

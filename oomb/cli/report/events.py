@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oomb.config import parse_bytes
 from oomb.models.load import near_paths
-from oomb.utils.metrics import GIB
+from oomb.utils.units import GIB, parse_bytes
 
 METRICS = "metrics.jsonl"
 OPENING = '{"event": '

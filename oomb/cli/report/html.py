@@ -9,7 +9,7 @@ from typing import Any
 from oomb.cli.report.chart import Chart, plain, svg, tokens
 from oomb.cli.report.charts import WHEN, needle_cells, needle_chart, position_buckets, position_chart
 from oomb.cli.report.events import Run, dictionary, number
-from oomb.utils.metrics import gib
+from oomb.utils.units import gib
 
 MOST_ROWS = 200
 """In the table of steps. Of more, as many at equal distances."""

@@ -11,7 +11,7 @@ from oomb.cli.report.charts import WHEN, training_charts
 from oomb.cli.report.events import METRICS, Run, dictionary, number, read_eval, read_run
 from oomb.cli.report.html import charts, evaluation, samples, settings, steps, tiers
 from oomb.cli.report.style import STYLE
-from oomb.utils.metrics import gib, seconds
+from oomb.utils.units import gib, seconds
 
 LAST_STEPS = 5
 """The final training loss is their mean: that of a single step is a matter of luck."""

@@ -23,7 +23,8 @@ from oomb.cli.train.signals import Interrupts
 from oomb.engine.engine import Engine
 from oomb.memory.pool import GPU, HOST
 from oomb.planner.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
-from oomb.utils.metrics import JsonLines, MemoryMeter, gib, seconds
+from oomb.utils.metrics import JsonLines, MemoryMeter
+from oomb.utils.units import gib, seconds
 
 # Of a step's time, about: the gradient pass computes every chunk again and then its backward, twice the work of that.
 FILL_SHARE = 0.25

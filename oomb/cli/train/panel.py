@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.segment import ControlType
 from rich.text import Text
 
-from oomb.utils.metrics import gib, seconds
+from oomb.utils.units import gib, seconds
 
 LABEL_SIZE = 7
 SHORTEST_BAR, LONGEST_BAR = 8, 40

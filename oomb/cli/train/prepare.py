@@ -26,6 +26,8 @@ from oomb.models import load
 from oomb.models.adapters import bits_config
 from oomb.ops.logprob import IGNORED
 from oomb.trainers.trainer import Trainer
+from oomb.utils import dtypes
+from oomb.utils.units import count
 
 # Chosen by short trials: much above it the loss stops falling, much below it 20 steps bring little.
 DEMO_LEARNING_RATE = 4e-3
@@ -63,7 +65,7 @@ def _is_there(package: str) -> bool:
 
 
 def device_of(settings: Settings) -> torch.device:
-    device = load.resolve_device(settings.device)
+    device = dtypes.resolve_device(settings.device)
     if device.index:
         # transformers places the model of a single process on the first GPU it sees.
         raise ValueError(f"--device {device} cannot be trained on; set CUDA_VISIBLE_DEVICES={device.index} instead")
@@ -77,7 +79,7 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
     fine-tuning are most. So float32 is the choice where it fits, with the arithmetic in bfloat16."""
     trains_weights = not settings.use_peft
     keeps_updates = settings.optim == "offloaded_adamw"
-    dtype = load.SHORT_DTYPES.get(settings.dtype, settings.dtype)
+    dtype = dtypes.SHORT_DTYPES.get(settings.dtype, settings.dtype)
     if dtype == "auto":
         if gpu_bytes is None or (settings.bf16 and trains_weights):
             dtype = "float32"
@@ -356,7 +358,3 @@ def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
     mask = torch.stack([torch.arange(longest) < len(example["input_ids"]) for example in examples])
     return {"input_ids": rows("input_ids", 0), "labels": rows("labels", IGNORED), "attention_mask": mask.long()}
-
-
-def count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

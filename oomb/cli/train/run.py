@@ -22,7 +22,7 @@ from oomb.cli.train import prepare, yaml_file
 from oomb.cli.train.before_after import Probe
 from oomb.cli.train.display import Facts, TrainingDisplay, peak_flops
 from oomb.cli.train.panel import bytes_bar
-from oomb.cli.train.prepare import Precision, count
+from oomb.cli.train.prepare import Precision
 from oomb.cli.train.save_timer import KEPT, TimedCheckpoints
 from oomb.cli.train.settings import AUTO, Settings
 from oomb.cli.train.signals import EXIT_INTERRUPTED, StopRequested
@@ -37,8 +37,10 @@ from oomb.planner.placement import Placement, host_budget
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import NonFiniteError
 from oomb.trainers.trainer import Trainer
+from oomb.utils import dtypes
 from oomb.utils.lock import locked
-from oomb.utils.metrics import JsonLines, MemoryMeter, gib, machine
+from oomb.utils.metrics import JsonLines, MemoryMeter, machine
+from oomb.utils.units import count, gib
 
 EXIT_NOT_AS_ASKED = 1
 """What was trained is saved, but not where it was to be, or an error ended training early."""
@@ -50,7 +52,7 @@ def run(settings: Settings, console: Console) -> int:
     prepare.check_packages(settings)
     load.check_model_name(settings.model_name_or_path)
     device = prepare.device_of(settings)
-    load.resolve_dtype(settings.dtype, device)
+    dtypes.resolve_dtype(settings.dtype, device)
     if settings.dataset != STDLIB:
         find_documents(settings.dataset)
     is_auto = settings.resume_from_checkpoint == AUTO

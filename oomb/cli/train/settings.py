@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from oomb.cli.options import ENGINE, ENGINE_OPTIONS, TRUST_REMOTE_CODE, parse_tokens
+from oomb.cli.options import ENGINE, ENGINE_OPTIONS, TRUST_REMOTE_CODE
 from oomb.config import CHOICES, Config, parse_optim_args
+from oomb.utils.units import parse_tokens
 
 DEMO = "demo"
 LATEST = "latest"
