@@ -30,7 +30,7 @@ from torch import nn
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
-from oomb.memory.tiers import free_host_bytes
+from oomb.memory.host import free_host_bytes
 from oomb.models.load import autocast_for, load_model, with_lora
 from oomb.models.probe import facts_of
 from oomb.planner.fit import SPARE_HOST_BYTES

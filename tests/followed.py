@@ -14,14 +14,13 @@ from checks import engine_for
 from streams import Clocks
 from torch import Tensor
 
-from oomb.attention import sparse
+from oomb.attention import sparse, sparse_reference
 from oomb.memory import batch_copy
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.selected import ChosenPages, PageView
 from oomb.memory.tiers import Tiers
-from oomb.ops import page_attention_reference
 from oomb.ops.int8 import SCALE_DTYPE, dequantise, quantise
-from oomb.ops.triton_kernels import elementwise
+from oomb.ops.triton_kernels import page_copy
 
 
 def follow(patch: pytest.MonkeyPatch) -> None:
@@ -46,7 +45,7 @@ def follow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batch_copy, "is_available", lambda device: True)
     patch.setattr(batch_copy, "copy_all", memory.copy_all)
     for name in ("mark", "number", "move", "widen"):
-        patch.setattr(elementwise, f"{name}_kernel", Kernel(getattr(memory, name)))
+        patch.setattr(page_copy, f"{name}_kernel", Kernel(getattr(memory, name)))
 
 
 class Kernel:
@@ -87,22 +86,20 @@ class Memory:
         return dataclasses.replace(pages, base=base.flatten(), offsets_P=offsets), numbers
 
     def launch_forward(self, q: Tensor, pages: PageView, chosen_BNC: Tensor, *own: Tensor, **settings: Any) -> Any:
-        return page_attention_reference.forward(q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *own, **settings)
+        return sparse_reference.forward(q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *own, **settings)
 
     def launch_dq(
         self, dout: Tensor, q: Tensor, pages: PageView, chosen_BNC: Tensor, *rest: Tensor, **settings: Any
     ) -> tuple[Tensor, Tensor]:
         """Gives the gradients of K and V in the place of delta, which only `launch_dkv` reads."""
-        return page_attention_reference.backward(
-            dout, q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *rest, **settings
-        )
+        return sparse_reference.backward(dout, q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *rest, **settings)
 
     def launch_dkv(
         self, dout: Tensor, q: Tensor, pages: Any, chosen_BNC: Tensor, lse: Tensor, drows: Tensor, grads: PageView,
         **settings: Any,
     ) -> None:  # fmt: skip
         near, numbers = self.gather(grads, chosen_BNC)
-        page_attention_reference.add_grads(near, drows, chosen_BNC, grads.touched_BP, grads.seed)
+        sparse_reference.add_grads(near, drows, chosen_BNC, grads.touched_BP, grads.seed)
         for number, page in zip(numbers, near.base.chunk(len(numbers)), strict=True):
             self.page(grads, number).copy_(page)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oomb.memory import batch_copy
-from oomb.memory.tiers import HostSlab
+from oomb.memory.host import HostSlab
 
 
 def numbers(pointer: ctypes.c_void_p, count: int) -> list[int]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stores import CHUNK, CPU, PLACEMENTS, B, D, K, V, fill, layer_spec, make_store
 
 from oomb.memory import rows as rows_module
-from oomb.memory import tiers as slabs
+from oomb.memory import tiers as tiers_module
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import (
     ALIGNMENT,
@@ -336,13 +336,13 @@ def test_pinned_slabs_that_are_too_large_go_for_want_of_memory(
 
     store(4, 4 * CHUNK).close()
     before = held()
-    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 2**40)
+    monkeypatch.setattr(tiers_module, "free_host_bytes", lambda: 2**40)
     store(6, CHUNK).close()
     assert held() > before, "pinned memory is kept while there is room"
     if has_limit:
         tiers.host_limit = held()
     else:
-        monkeypatch.setattr(slabs, "free_host_bytes", lambda: 0)
+        monkeypatch.setattr(tiers_module, "free_host_bytes", lambda: 0)
     longest = store(8, CHUNK)
     assert held() == tiers.held_bytes(HOST)
     longest.close()
@@ -353,7 +353,7 @@ def test_pinned_slabs_of_other_sizes_stay_while_there_is_room(tiers: Tiers, monk
     before = set(tiers.arenas)
     make_store(tiers, gpu_tokens=0, page_size=1).close()
     assert before < set(tiers.arenas)
-    monkeypatch.setattr(slabs, "free_host_bytes", lambda: 0)
+    monkeypatch.setattr(tiers_module, "free_host_bytes", lambda: 0)
     make_store(tiers, gpu_tokens=0, page_size=2).close()
     assert not before & set(tiers.arenas)
 

@@ -15,7 +15,8 @@ from checks import engine_for
 from families import build, random_ids
 
 import oomb
-from oomb.memory import tiers as slabs
+from oomb.memory import host
+from oomb.memory import tiers as tiers_module
 from oomb.memory.pool import OutOfPages
 from oomb.memory.store import PageStore
 
@@ -31,15 +32,15 @@ def nothing_is_held(engine: oomb.Engine) -> bool:
 def test_memory_that_has_gone_since_the_plan_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system would end the process."""
     left = iter([3000, 2000, 999])
-    monkeypatch.setattr(slabs, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(slabs, "free_host_bytes", lambda: next(left))
+    monkeypatch.setattr(host, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(host, "free_host_bytes", lambda: next(left))
     memory = torch.full((2500,), 7, dtype=torch.uint8)
-    slabs.touch(memory)
+    host.touch(memory)
     assert not memory.any(), "the last piece takes 500"
     left = iter([3000, 999])
     memory = torch.full((2500,), 7, dtype=torch.uint8)
     with pytest.raises(OutOfPages, match="something else has taken memory"):
-        slabs.touch(memory)
+        host.touch(memory)
     assert not memory[:1000].any() and memory[1000:].all()
 
 
@@ -64,9 +65,9 @@ def test_host_memory_that_cannot_be_had(how: str, model: Any, monkeypatch: pytes
     engine = engine_for(model, gpu_memory=0)
     with monkeypatch.context() as patch:
         if how == "pinning fails":
-            patch.setattr(slabs, "HostSlab", refuse)
+            patch.setattr(tiers_module, "HostSlab", refuse)
         else:
-            patch.setattr(slabs.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
+            patch.setattr(host.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
         with pytest.raises(OutOfPages, match="GiB of host memory"):
             engine.loss(random_ids(1, 60))
         assert nothing_is_held(engine) and not engine.budget.tiers.arenas
@@ -108,9 +109,9 @@ def test_segments_are_expandable_unless_the_user_has_set_up_the_allocator(
         monkeypatch.delenv(name, raising=False)
     if set_by_user is not None:
         monkeypatch.setenv(set_by_user, "max_split_size_mb:512")
-    slabs.avoid_gaps(torch.device("cpu"))
+    host.avoid_gaps(torch.device("cpu"))
     assert not settings
-    slabs.avoid_gaps(torch.device("cuda"))
+    host.avoid_gaps(torch.device("cuda"))
     assert settings == ([] if set_by_user else ["expandable_segments:True"])
 
 
@@ -159,14 +160,14 @@ def test_a_second_process_has_the_gpu(taken_gpu: int) -> None:
 def test_pinning_that_fails_is_an_error_and_leaves_nothing() -> None:
     """A part of the memory is pinned already, which CUDA refuses to do twice."""
     memory, device = torch.empty(1 << 24, dtype=torch.uint8), torch.device("cuda", 0)
-    slabs.pin(memory, device)
+    host.pin(memory, device)
     try:
         with pytest.raises(OutOfPages, match="GiB of host memory could not be pinned"):
-            slabs.pin(memory, device)
+            host.pin(memory, device)
         torch.cuda.synchronize()
         torch.ones(3, device="cuda").sum().item()
     finally:
-        slabs.unpin(memory, device)
+        host.unpin(memory, device)
 
 
 @pytest.mark.gpu

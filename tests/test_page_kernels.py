@@ -15,12 +15,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import oomb
-from oomb.attention import reference, sparse
+from oomb.attention import reference, sparse, sparse_reference
 from oomb.memory import batch_copy
 from oomb.memory import selected as chosen_module
 from oomb.memory.selected import ChosenPages, PageView
-from oomb.ops import page_attention_reference
-from oomb.ops.triton_kernels import elementwise
+from oomb.ops import page_attention
+from oomb.ops.triton_kernels import page_copy
 from oomb.planner import placement
 
 ON_GPU = torch.cuda.is_available()
@@ -112,7 +112,7 @@ def clean(grads: PageView, B: int) -> PageView:
     """The same with nothing where nobody has touched: what the reference may add to."""
     base = grads.base.clone().view(-1, grads.page_size, grads.row_size)
     places = grads.offsets_P // base[0].numel()
-    for field in page_attention_reference.fields(grads, base, B):
+    for field in sparse_reference.fields(grads, base, B):
         for b, page in (grads.touched_BP == 0).nonzero().tolist():
             field[places[page], :, b] = 0
     return replace(grads, base=base.flatten())
@@ -130,8 +130,8 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
     q, dout, pages, chosen, own, own_lse = case.make(dtype)
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
     gaps = {"has_gaps": not case.full}
-    out, lse = sparse.launch_forward(q, pages, chosen, own, own_lse, **settings, **gaps)
-    expected_out, expected_lse = page_attention_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    out, lse = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings, **gaps)
+    expected_out, expected_lse = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
     assert relative_error(out, expected_out) < tolerance
     assert relative_error(lse, expected_lse) < max(1e-5, tolerance / 10)
 
@@ -139,23 +139,21 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
     whole = torch.logaddexp(expected_lse, torch.randn_like(expected_lse))
     merged = (expected_out * (expected_lse - whole).exp().unsqueeze(-1)).to(dtype)
     own_dq = torch.randn_like(q)
-    dq, delta = sparse.launch_dq(dout, q, pages, chosen, merged, whole, own_dq, **settings, **gaps)
-    expected_dq, expected_rows = page_attention_reference.backward(
-        dout, q, pages, chosen, merged, whole, own_dq, **settings
-    )
+    dq, delta = page_attention.launch_dq(dout, q, pages, chosen, merged, whole, own_dq, **settings, **gaps)
+    expected_dq, expected_rows = sparse_reference.backward(dout, q, pages, chosen, merged, whole, own_dq, **settings)
     assert relative_error(dq, expected_dq) < 2 * tolerance
     assert relative_error(delta, (dout.float() * merged.float()).sum(-1)) < 2 * tolerance
     grads = grad_pages(pages, torch.float32)
     raw, before, touched = rows_of(grads), rows_of(clean(grads, case.B)), grads.touched_BP.clone()
-    sparse.launch_dkv(dout, q, pages, chosen, whole, delta, grads, **settings)
+    page_attention.launch_dkv(dout, q, pages, chosen, whole, delta, grads, **settings)
     assert torch.equal(touched, grads.touched_BP)
     read = torch.zeros_like(grads.touched_BP, dtype=torch.bool)
     for b in range(case.B):
         read[b, chosen[b][chosen[b] >= 0].long()] = True
     inside = torch.arange(len(raw) * case.S, device=DEVICE).view(len(raw), case.S) < case.length
     mask = (read.T[:, None, :] & inside[..., None])[..., None, None]
-    shares = torch.zeros_like(raw).index_copy(0, page_attention_reference.used(chosen), expected_rows)
-    by_field = (page_attention_reference.fields(pages, x, case.B) for x in (rows_of(grads), raw, before, shares))
+    shares = torch.zeros_like(raw).index_copy(0, sparse_reference.used(chosen), expected_rows)
+    by_field = (sparse_reference.fields(pages, x, case.B) for x in (rows_of(grads), raw, before, shares))
     for now, as_it_was, counted, share in zip(*by_field, strict=True):
         assert relative_error((now - counted) * mask, share * mask) < 2 * tolerance
         assert torch.equal(torch.where(mask, 0, now), torch.where(mask, 0, as_it_was)), "what nobody read is left alone"
@@ -166,11 +164,11 @@ def everything(
 ) -> list[Tensor]:
     """What all kernels make of it: output, lse, dq, delta, and the bytes of the gradient pages."""
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
-    out, lse = sparse.launch_forward(q, pages, chosen, own, own_lse, **settings, has_gaps=not case.full)
-    dq, delta = sparse.launch_dq(
+    out, lse = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings, has_gaps=not case.full)
+    dq, delta = page_attention.launch_dq(
         dout, q, pages, chosen, out, lse, torch.zeros_like(q), **settings, has_gaps=not case.full
     )
-    sparse.launch_dkv(dout, q, pages, chosen, lse, delta, grads, **settings)
+    page_attention.launch_dkv(dout, q, pages, chosen, lse, delta, grads, **settings)
     return [out, lse, dq, delta, rows_of(grads).view(torch.uint8)]
 
 
@@ -216,18 +214,16 @@ def test_pages_in_another_precision(dtype: torch.dtype) -> None:
     q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
     pages = replace(pages, base=pages.base.to(dtype))
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": 16}
-    found = sparse.launch_forward(q, pages, chosen, own, own_lse, **settings)
-    expected = page_attention_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    found = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings)
+    expected = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
     for x, y in zip(found, expected, strict=True):
         assert relative_error(x, y) < 1e-5
-    dq, delta = sparse.launch_dq(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
-    expected_dq, rows = page_attention_reference.backward(
-        dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings
-    )
+    dq, delta = page_attention.launch_dq(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
+    expected_dq, rows = sparse_reference.backward(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
     assert relative_error(dq, expected_dq) < 1e-5
     grads = replace(grad_pages(pages, torch.float32), touched_BP=torch.zeros_like(pages.touched_BP))
-    sparse.launch_dkv(dout, q, pages, chosen, expected[1], delta, grads, **settings)
-    assert relative_error(rows_of(grads)[page_attention_reference.used(chosen)], rows) < 1e-5
+    page_attention.launch_dkv(dout, q, pages, chosen, expected[1], delta, grads, **settings)
+    assert relative_error(rows_of(grads)[sparse_reference.used(chosen)], rows) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
@@ -235,16 +231,16 @@ def test_short_gradients_are_rounded_at_random(dtype: torch.dtype) -> None:
     """In the mean over seeds they are what float32 ones are."""
     case = Case(K=2, G=2, T=32, D=16, S=16, length=48, C=2, full=True)
     q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
-    out, lse = page_attention_reference.forward(q, pages, chosen, own, own_lse, scale=0.3, tile_size=16)
+    out, lse = sparse_reference.forward(q, pages, chosen, own, own_lse, scale=0.3, tile_size=16)
     delta = (dout * out).sum(-1)
     wide = clean(grad_pages(pages, torch.float32), 1)
     start = replace(wide, base=wide.base.to(dtype), touched_BP=torch.ones_like(wide.touched_BP))
     wide = replace(start, base=start.base.float())
-    sparse.launch_dkv(dout, q, pages, chosen, lse, delta, wide, scale=0.3, tile_size=16)
+    page_attention.launch_dkv(dout, q, pages, chosen, lse, delta, wide, scale=0.3, tile_size=16)
     sums, count = torch.zeros_like(wide.base), 32
     for seed in range(count):
         short = replace(start, base=start.base.clone(), seed=seed)
-        sparse.launch_dkv(dout, q, pages, chosen, lse, delta, short, scale=0.3, tile_size=16)
+        page_attention.launch_dkv(dout, q, pages, chosen, lse, delta, short, scale=0.3, tile_size=16)
         sums += short.base.float()
     nearest = (wide.base.to(dtype).float() - wide.base).norm()
     assert (sums / count - wide.base).norm() < 0.5 * nearest
@@ -254,11 +250,11 @@ def test_every_page_chosen_is_dense_attention() -> None:
     case = Case(B=2, K=2, G=2, T=40, D=8, S=16, length=70, C=5, full=True)
     q, _, pages, _, own, own_lse = case.make(torch.float64)
     chosen = torch.arange(5, device=DEVICE).expand(2, 3, 5).int()
-    out, lse = page_attention_reference.forward(
+    out, lse = sparse_reference.forward(
         q, pages, chosen, torch.zeros_like(own), torch.full_like(own_lse, -torch.inf).double(), scale=0.3, tile_size=16
     )
     rows = rows_of(pages).flatten(0, 1)[:70]
-    k, v = (x.permute(1, 2, 0, 3) for x in page_attention_reference.fields(pages, rows, 2))
+    k, v = (x.permute(1, 2, 0, 3) for x in sparse_reference.fields(pages, rows, 2))
     expected_out, expected_lse = reference.forward(q, k, v, scale=0.3, causal=False)
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(lse, expected_lse)
@@ -266,7 +262,7 @@ def test_every_page_chosen_is_dense_attention() -> None:
 
 def test_readers_of_a_page() -> None:
     chosen = torch.tensor([[[2, 0], [2, -1], [-1, -1]], [[1, 2], [0, 2], [2, 1]]], dtype=torch.int32)
-    readers, ends, order = sparse.invert(chosen, num_pages=3)
+    readers, ends, order = page_attention.invert(chosen, num_pages=3)
     lists = [readers[a:b].tolist() for a, b in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
     assert lists == [[0], [], [0, 1], [4], [3, 5], [3, 4, 5]]
     assert order.tolist() == [5, 2, 4, 0, 3, 1]
@@ -285,8 +281,8 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     moved = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     chosen = torch.tensor([7, 2, 4, 7, -1, 4, 8], dtype=torch.int16, device=DEVICE)
     touched = torch.tensor([[0] * 9, [1, 1, 1, 1, 1, 1, 1, 0, 1]], dtype=torch.uint8, device=DEVICE)
-    elementwise.mark_kernel[(2,)](places, chosen, len(chosen), edge, TILE=4)
-    elementwise.number_kernel[(1,)](
+    page_copy.mark_kernel[(2,)](places, chosen, len(chosen), edge, TILE=4)
+    page_copy.number_kernel[(1,)](
         places, which, count, moved, touched, buffer.data_ptr(), 4 * words, 4 * words, edge, P, 2, P, TILE=4
     )
     pages = [p for p in (2, 4, 7, 8) if p >= edge]
@@ -294,13 +290,13 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     for p in range(P):
         here = buffer.data_ptr() + 4 * words * pages.index(p) if p in pages else int(table[p])
         assert int(places[p]) == here
-    elementwise.move_kernel[(3,)](which, count, table, buffer, touched, words, 2, P, OUT=False, TILE=16)
+    page_copy.move_kernel[(3,)](which, count, table, buffer, touched, words, 2, P, OUT=False, TILE=16)
     for i, p in enumerate(pages):
         assert (buffer[i] == (away[p] if p != 7 else -1)).all(), "a page that holds nothing stays away"
     buffer.add_(1000)
     expected = away.clone()
     expected[pages] = buffer[: len(pages)]
-    elementwise.move_kernel[(3,)](which, count, table, buffer, touched, words, 0, 0, OUT=True, TILE=16)
+    page_copy.move_kernel[(3,)](which, count, table, buffer, touched, words, 0, 0, OUT=True, TILE=16)
     assert torch.equal(away, expected)
 
 

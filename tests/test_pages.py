@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from oomb.memory import tiers
+from oomb.memory import tiers as tiers_module
 from oomb.memory.pool import GPU, HOST, Column, Intervals, OutOfPages, PagePool, Run
 from oomb.memory.rows import LayerSpec, Row
 from oomb.memory.store import PageStore
@@ -245,7 +245,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
             return make_or_refuse
 
         with (
-            mock.patch.object(tiers, "HostSlab", refusing(tiers.HostSlab)),
+            mock.patch.object(tiers_module, "HostSlab", refusing(tiers_module.HostSlab)),
             mock.patch.object(self.tiers, "_gpu_slab", refusing(self.tiers._gpu_slab)),
         ):
             try:

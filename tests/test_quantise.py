@@ -79,7 +79,7 @@ def test_eight_bits_take_half_of_sixteen() -> None:
 def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int, edge: int) -> None:
     """Against `quantise`, from pages at scattered addresses and back; those from `edge` on wait in the buffer."""
     pytest.importorskip("triton")
-    from oomb.ops.triton_kernels.elementwise import widen_kernel, widen_tiles
+    from oomb.ops.triton_kernels.page_copy import widen_kernel, widen_tiles
 
     B, K, D, V, S = shape
     P, chosen = 5, (3, 0, 4)
@@ -137,7 +137,7 @@ def test_what_comes_in_loses_nothing_on_average() -> None:
     """A number of 8 bits times a scale has more bits than bfloat16 keeps. Gradients come in and go out for every chunk
     that adds to them: rounded to nearest, a sum of a thousand shares would be off by several percent."""
     pytest.importorskip("triton")
-    from oomb.ops.triton_kernels.elementwise import widen_kernel, widen_tiles
+    from oomb.ops.triton_kernels.page_copy import widen_kernel, widen_tiles
 
     K, D, S = 2, 32, 8
     row, wide = pair((1, K, D), (1, K, D), torch.int8), pair((1, K, D), (1, K, D), torch.bfloat16)

@@ -28,12 +28,12 @@ pytest.importorskip("triton")
 from followed import Kernel, follow, memory_for
 
 import oomb
-from oomb.attention import sparse
+from oomb.attention import dense, sparse
 from oomb.memory import batch_copy
 from oomb.memory.selected import ChosenPages
 from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
-from oomb.ops.triton_kernels import elementwise
+from oomb.ops.triton_kernels import page_copy
 from oomb.planner import placement
 
 LENGTH = 74
@@ -321,7 +321,7 @@ def test_chosen_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch:
     follow(monkeypatch)
     if not waits:
         monkeypatch.setattr(Prefetcher, "forget", forget_without_waiting)
-    model, pick, calls = copy.deepcopy(tiny("one layer")), sparse.pick, itertools.count()
+    model, pick, calls = copy.deepcopy(tiny("one layer")), dense.pick, itertools.count()
 
     def stumble(*args: Any) -> Any:
         if next(calls) == 2:
@@ -371,7 +371,7 @@ def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ChosenPages, "_page_bytes", lambda *args: 2**30)
             patch.setattr(ChosenPages, "_parts", lambda *args: (count, count, count, torch.arange(6)))
-            patch.setattr(elementwise, "move_kernel", Kernel(lambda *args, **settings: None))
+            patch.setattr(page_copy, "move_kernel", Kernel(lambda *args, **settings: None))
             return send(self, *args)
 
     monkeypatch.setattr(ChosenPages, "_store", send_much)

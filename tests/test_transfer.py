@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from stores import CHUNK, CPU, B, D, K, V, fill, keys, layer_spec, make_store
 from torch import Tensor
 
+from oomb.memory import host
 from oomb.memory import rows as rows_module
-from oomb.memory import tiers as slabs
+from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import HOST, OutOfPages
 from oomb.memory.rows import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND
-from oomb.memory.tiers import HostSlab, Tiers, free_gpu_bytes, free_host_bytes
+from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Copier, Load, Prefetcher, Ring
 
 
@@ -28,9 +29,9 @@ def test_free_host_memory_is_that_of_the_control_groups(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ours and of those around it; page cache makes way."""
-    monkeypatch.setattr(slabs.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
-    monkeypatch.setattr(slabs, "PROC", tmp_path)
-    monkeypatch.setattr(slabs, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
+    monkeypatch.setattr(host, "PROC", tmp_path)
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "groups")
     assert free_host_bytes() == 10_000
     (tmp_path / "self").mkdir()
     line = {1: "3:cpu,memory:/jobs/ours", 2: "0::/jobs/ours"}[version]
@@ -76,7 +77,7 @@ def test_host_memory_refused_leaves_nothing(refuses: str, tiers: Tiers, monkeypa
     else:
         # As if there were a GPU, whose driver refuses.
         real = HostSlab
-        monkeypatch.setattr(slabs, "HostSlab", lambda num_bytes, device: real(num_bytes, torch.device("cuda")))
+        monkeypatch.setattr(tiers_module, "HostSlab", lambda num_bytes, device: real(num_bytes, torch.device("cuda")))
         monkeypatch.setattr(Tensor, "zero_", lambda self: self)  # touching it takes seconds
         driver = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
@@ -98,7 +99,7 @@ def test_a_failed_pin_is_not_the_failure_of_a_later_call() -> None:
     device = torch.device("cuda")
     slab = HostSlab(2**20, device)
     with pytest.raises(OutOfPages, match="could not be pinned"):
-        slabs.pin(slab.bytes, device)  # it is already
+        host.pin(slab.bytes, device)  # it is already
     assert torch.ones(1000, device=device).sum().item() == 1000
 
 

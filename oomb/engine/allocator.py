@@ -11,11 +11,12 @@ import torch
 
 from oomb.config import Config
 from oomb.engine.grads import pending_bytes
+from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerSpec, Row, pair
 from oomb.memory.selected import Choosing
 from oomb.memory.store import PageStore
-from oomb.memory.tiers import Tiers, free_host_bytes, usable_gpu_bytes
+from oomb.memory.tiers import Tiers
 from oomb.models.causal_lm import CausalLM, LayerShape
 from oomb.models.probe import facts_of
 from oomb.planner.fit import decide

@@ -28,11 +28,11 @@ from oomb.config import Config
 from oomb.engine.allocator import Budget, Stats, Wanted
 from oomb.engine.batch import Batch
 from oomb.engine.grads import collecting, float32_sums_fit, refuse_hooks
+from oomb.engine.head import TiledHead
 from oomb.engine.packing import Given, read
 from oomb.memory.store import PageStore
 from oomb.models.causal_lm import CausalLM, callers_autocast, one_at_a_time
 from oomb.models.state import ModelState
-from oomb.ops.logprob import TiledHead
 from oomb.planner.placement import Placement
 
 RECOMPILE_LIMIT = 64

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import OutOfPages
 from oomb.memory.rows import row_bytes
-from oomb.memory.tiers import GIB, HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Ring
 from oomb.ops.moments import MOMENTS, STATE_DTYPES, decoded, encode_, field_sizes, part, rounded_at_random, scale_of
+from oomb.utils.units import GIB
 
 PIECE_SIZE = 2**22
 """Most numbers in a piece; a multiple of 256. 32 MiB of float32 moments take 0.7 ms on the link of an H200, and Python

@@ -23,9 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
+from oomb.engine.head import TiledHead
 from oomb.models.causal_lm import CausalLM, switch_checkpointing
 from oomb.models.load import autocast_for, load_model, with_lora
-from oomb.ops.logprob import IGNORED, TiledHead
+from oomb.ops.logprob import IGNORED
 from oomb.planner.forecast import PEAK_TFLOPS
 from oomb.utils import metrics, units
 

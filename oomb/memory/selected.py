@@ -372,7 +372,7 @@ class ChosenPages:
 
     def _bring(self, kind: str, layer: int, start: int, end: int, data: Tensor) -> None:
         """Numbers the chosen pages that are not read where they lie, and brings them in."""
-        from oomb.ops.triton_kernels.elementwise import mark_kernel, number_kernel
+        from oomb.ops.triton_kernels.page_copy import mark_kernel, number_kernel
 
         choice, (_, places, count, which) = self.choice(layer, start, end), self._parts(data, kind, layer)
         assert choice is not None
@@ -416,7 +416,7 @@ class ChosenPages:
         """Copies the numbered pages between where they rest and the buffer, as far as engines do not; 8-bit ones become
         wide, or narrow again. Gradients are rounded at random both ways: they are moved for every chunk that adds to
         them."""
-        from oomb.ops.triton_kernels.elementwise import move_kernel, widen_kernel, widen_tiles
+        from oomb.ops.triton_kernels.page_copy import move_kernel, widen_kernel, widen_tiles
 
         pages, _, count, which = self._parts(data, kind, layer)
         address, spec = self._table(kind, layer), self.store.layers[layer]

@@ -15,8 +15,8 @@ from math import exp
 import torch
 
 from oomb.config import OFFLOADED_STATES, TILE_SIZE, Config, means_per_page
+from oomb.memory.host import GAPS
 from oomb.memory.pool import GPU, HOST
-from oomb.memory.tiers import GAPS
 from oomb.ops.moments import field_sizes
 from oomb.planner.fit import longest_context
 from oomb.planner.placement import ModelFacts, Placement, Request, Term, host_budget, place

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from oomb.config import OFFLOADED_STATES, Config
+from oomb.memory.host import free_host_bytes
 from oomb.memory.pool import GPU, HOST
-from oomb.memory.tiers import free_host_bytes
 from oomb.models import load
 from oomb.models.checks import UnsupportedModelError, unwrap
 from oomb.models.probe import facts_of

@@ -22,9 +22,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
+from oomb.engine.head import TiledHead
 from oomb.engine.packing import Given
 from oomb.models.checks import unwrap
-from oomb.ops.logprob import IGNORED, PLAIN_TILE, TiledHead
+from oomb.ops.logprob import IGNORED, PLAIN_TILE
 from oomb.trainers.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
 
 OLDEST = "1.15"

@@ -31,7 +31,7 @@ from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
 from oomb.eval.bench import step_flops
-from oomb.memory.tiers import free_host_bytes
+from oomb.memory.host import free_host_bytes
 from oomb.models import load
 from oomb.planner.placement import Placement, host_budget
 from oomb.trainers import checkpoints

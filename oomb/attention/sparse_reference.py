@@ -11,37 +11,13 @@ order, -1 where a tile has chosen fewer. The heads of a tile share its pages.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from oomb.attention import reference
+from oomb.ops.page_attention import Pages
 from oomb.ops.rounding import DROPPED_BITS, accumulate_reference
-
-
-class Pages(Protocol):
-    """Where K and V of the past lie, or their gradients. `base` is flat; sizes and places count numbers, not bytes."""
-
-    @property
-    def base(self) -> Tensor: ...
-    @property
-    def offsets_P(self) -> Tensor: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def row_size(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
-    @property
-    def value_size(self) -> int: ...
-    @property
-    def value_at(self) -> int:
-        """Where V begins in a row."""
 
 
 def forward(
