@@ -31,7 +31,8 @@ from rich.table import Table
 from torch import Tensor
 
 from oomb.config import Config
-from oomb.models.load import is_preset, load_config, load_model
+from oomb.models.load import load_config, load_model
+from oomb.models.presets import is_preset
 from oomb.utils import metrics
 from oomb.utils.units import parse_list, parse_tokens
 

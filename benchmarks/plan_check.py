@@ -31,11 +31,12 @@ from oomb.config import OFFLOADED_STATES, Config
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
 from oomb.memory.host import free_host_bytes
-from oomb.models.load import autocast_for, load_model, with_lora
+from oomb.models.adapters import autocast_for, with_lora
+from oomb.models.load import load_model
 from oomb.models.probe import facts_of
 from oomb.planner.fit import SPARE_HOST_BYTES
-from oomb.planner.forecast import CONTEXT_BYTES, Machine, Plan, forecast
-from oomb.planner.report import find_machine
+from oomb.planner.forecast import Plan, forecast
+from oomb.planner.hardware import CONTEXT_BYTES, Machine, find_machine
 from oomb.utils import metrics, units
 from oomb.utils.units import parse_bytes, parse_list, parse_tokens
 

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from oomb.models.load import preset_config
+from oomb.models.presets import preset_config
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?=+-\n"
 SPECIAL = ("<eos>", "<pad>", "<unk>")

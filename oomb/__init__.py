@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from oomb.engine.optim import OffloadedAdamW
     from oomb.memory.pool import OutOfPages
     from oomb.models.checks import UnsupportedModelError
+    from oomb.trainers.dpo import DPOTrainer as DPOTrainer
     from oomb.trainers.finite import NonFiniteError
+    from oomb.trainers.sft import SFTTrainer as SFTTrainer
     from oomb.trainers.trainer import Trainer
-    from oomb.trainers.trl_base import DPOTrainer as DPOTrainer
-    from oomb.trainers.trl_base import SFTTrainer as SFTTrainer
 
 __version__ = "0.1.0"
 
 # Loaded at first use: `oomb --help` and `import oomb` stay free of torch and transformers.
 _HOME = {
     "Config": "oomb.config",
-    "DPOTrainer": "oomb.trainers.trl_base",
+    "DPOTrainer": "oomb.trainers.dpo",
     "Engine": "oomb.engine.engine",
     "NonFiniteError": "oomb.trainers.finite",
     "OffloadedAdamW": "oomb.engine.optim",
     "OutOfPages": "oomb.memory.pool",
-    "SFTTrainer": "oomb.trainers.trl_base",
+    "SFTTrainer": "oomb.trainers.sft",
     "Trainer": "oomb.trainers.trainer",
     "UnsupportedModelError": "oomb.models.causal_lm",
 }

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from oomb.models import load
+from oomb.models import presets
 
 SPECIAL = ["<|end|>", "<|turn|>", "<|stop|>"]
 
@@ -78,7 +78,7 @@ def save_chats(number: int) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = small_tokenizer()
-    config = load.preset_config("demo", vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=None)
+    config = presets.preset_config("demo", vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=None)
     AutoModelForCausalLM.from_config(config).save_pretrained("model")
     tokenizer.save_pretrained("model")
     with Path("chats.jsonl").open("w") as file:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from oomb.cli.train import prepare
 from oomb.cli.train.settings import Settings
-from oomb.models import load, weight_files
+from oomb.models import load, presets, weight_files
 
 SHARD = "model-00002-of-00008.safetensors"
 
@@ -122,9 +122,9 @@ def test_shapes_of_another_config_are_refused(here: Path, monkeypatch: pytest.Mo
     # transformers takes any shape where it quantises.
     loaded = (model, {"mismatched_keys": set(), "missing_keys": set()})
     monkeypatch.setattr(load, "_from_hugging_face", lambda *args, **options: loaded)
-    config = load.PRESETS["demo"]
+    config = presets.PRESETS["demo"]
     for size, is_refused in ((400, True), (config["intermediate_size"], False)):
-        asked = load.preset_config("demo", intermediate_size=size)
+        asked = presets.preset_config("demo", intermediate_size=size)
         if is_refused:
             with pytest.raises(ValueError, match=said):
                 load.load_weights("several", config=asked, quantization_config=object())
@@ -146,7 +146,7 @@ def test_parameters_that_would_start_at_random_are_refused(here: Path) -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tied_weights_are_there_once(here: Path, is_tied: bool) -> None:
-    config = load.preset_config("demo", tie_word_embeddings=is_tied)
+    config = presets.preset_config("demo", tie_word_embeddings=is_tied)
     AutoModelForCausalLM.from_config(config).save_pretrained("tied")
     held = load_file("tied/model.safetensors")
     assert ("lm_head.weight" in held) != is_tied

@@ -13,11 +13,12 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
-from oomb.cli.train import output_dir
+from oomb.cli.train import save as save_module
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.signals import EXIT_INTERRUPTED
 from oomb.data.dataset import load
 from oomb.models import load as load_module
+from oomb.models import presets
 from oomb.trainers import trainer
 from oomb.utils import metrics, units
 
@@ -127,7 +128,7 @@ def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path)
 
 def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> None:
     model = load_module.load_model(str(saved_model), device="cpu")
-    output_dir.save(model, None, here / "model")
+    save_module.save(model, None, here / "model")
     before = (here / "model" / "model.safetensors").read_bytes()
 
     class Broken:
@@ -137,7 +138,7 @@ def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> No
             raise OSError("disk full")
 
     with pytest.raises(ValueError, match=r"could not be saved.*disk full"):
-        output_dir.save(Broken(), None, here / "model")
+        save_module.save(Broken(), None, here / "model")
     assert (here / "model" / "model.safetensors").read_bytes() == before
     assert [path.name for path in here.iterdir()] == ["model"]
 
@@ -214,8 +215,8 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
                 ctrl_c()
 
     # And once more while it saves, which must change nothing.
-    save = output_dir.save
-    monkeypatch.setattr(output_dir, "save", lambda *args: (ctrl_c(), save(*args))[1])
+    save = save_module.save
+    monkeypatch.setattr(save_module, "save", lambda *args: (ctrl_c(), save(*args))[1])
     monkeypatch.setattr(TrainingDisplay, "on_step_end", interrupted)
     result = invoke("train", *TOY, "--output_dir", "out", "--max_steps", "9", "--save_steps", "1")
     assert result.exit_code == EXIT_INTERRUPTED, result.output
@@ -301,7 +302,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
-    short = load_module.preset_config("demo", max_position_embeddings=128)
+    short = presets.preset_config("demo", max_position_embeddings=128)
     AutoModelForCausalLM.from_config(short).save_pretrained(here / "short")
     result = invoke("train", *TOY, "--model", "short", "--chunk_size", "1k", "--max_steps", "1", "--dtype", "fp32")
     assert result.exit_code == 0, result.output
@@ -311,12 +312,12 @@ def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
     assert load_module.positions_of(short) == 128
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     for rope in (yarn, dynamic, {"full_attention": dynamic, "sliding_attention": dynamic}):
-        scaled = load_module.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
+        scaled = presets.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
         assert load_module.positions_of(scaled) == 512
 
 
 def test_a_model_without_its_tokenizer_is_named(here: Path) -> None:
-    config = load_module.preset_config("demo", vocab_size=300)
+    config = presets.preset_config("demo", vocab_size=300)
     AutoModelForCausalLM.from_config(config).save_pretrained(here / "bare")
     assert "bare holds no tokenizer; name one with --tokenizer_name" in invoke("train", "--model", "bare").output
     assert "; did you mean 'bare'? The presets are" in invoke("train", "--model", "baer").output

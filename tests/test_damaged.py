@@ -19,7 +19,7 @@ from test_checkpoints import names, train, trainer_in, write
 from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
 
 import oomb
-from oomb.cli.train import output_dir
+from oomb.cli.train import save
 from oomb.data.tokens import Windows
 from oomb.models import load
 from oomb.trainers import checkpoints
@@ -227,7 +227,7 @@ def test_a_tokenizer_that_cannot_be_saved_costs_no_model(places: Path, monkeypat
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(ValueError):
-            output_dir.save_somewhere(model, tokenizer, Path("out"), said.append)
+            save.save_somewhere(model, tokenizer, Path("out"), said.append)
     assert (Path("out") / "model" / "model.safetensors").is_file(), "the trained model was discarded"
     assert names(Path("out")) == {"model"} and not said
     assert any("the tokenizer could not be saved with the model" in str(one.message) for one in caught)

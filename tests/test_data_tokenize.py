@@ -24,8 +24,8 @@ from rich.console import Console
 from small_tokenizer import CHAT, small_tokenizer
 from waiting import wait_until
 
+from oomb.cli import progress
 from oomb.cli import tokenize as command
-from oomb.cli.train import panel
 from oomb.data import shards
 from oomb.data.tokenize import Job, tokenize
 
@@ -414,7 +414,7 @@ def test_the_command_shows_what_it_does(tmp_path: Path, source: Path, monkeypatc
     with command._shown(Console(file=screen, force_terminal=True, width=80)) as report:
         report(1 << 20, 4 << 20)
     assert "1.0/4.0 MiB" in screen.getvalue()
-    monkeypatch.setattr(panel, "PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
     screen = io.StringIO()
     with command._shown(Console(file=screen)) as report:
         report(1 << 20, 4 << 20)

@@ -19,8 +19,8 @@ from oomb.attention import backends, packed, reference
 from oomb.attention.chunk import Spec
 from oomb.engine import allocator
 from oomb.engine.batch import Batch
-from oomb.engine.engine import Sequence
 from oomb.engine.packing import lay_out
+from oomb.engine.passes import Sequence
 
 CHUNK = 16
 LENGTHS = (50, 3, 7, 16, 1, 20, 40, 9, 2, 32)

@@ -25,6 +25,7 @@ from oomb.eval.perplexity import perplexity_by_position
 from oomb.eval.run import needle_table, tokenizer_for
 from oomb.eval.samples import decode, sample_text
 from oomb.models import load as load_module
+from oomb.models import presets
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 PROBE = NeedleSettings(lengths=(2048,), num_depths=3, num_candidates=4, num_haystacks=2)
@@ -34,7 +35,7 @@ PROBE = NeedleSettings(lengths=(2048,), num_depths=3, num_candidates=4, num_hays
 def engine() -> Engine:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(load_module.preset_config("demo", **SMALL), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(presets.preset_config("demo", **SMALL), dtype=torch.float32)
     return Engine(model, Config(chunk_size=100, page_size=20))
 
 

@@ -14,9 +14,8 @@ from command import invoke
 from small_tokenizer import save_chats, small_tokenizer
 
 from oomb.cli import main
-from oomb.eval import adapters
 from oomb.eval.run import Settings, _tokenizer_name
-from oomb.models import load
+from oomb.models import adapters, presets
 
 SMALL = ["--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
 RUN = ["--max_steps", "2", "--sample_tokens", "0", "--no_report", "--output_dir", "out"]
@@ -171,7 +170,7 @@ def test_adapters_that_cannot_be_loaded(adapted: Path, here: Path, monkeypatch: 
         base_model_name_or_path="gone/for/good"
     )
     assert "names no base model: they were trained on random weights" in refused(base_model_name_or_path=None)
-    other = load.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
+    other = presets.preset_config("demo", hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16)
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(other).save_pretrained("other")
@@ -179,7 +178,7 @@ def test_adapters_that_cannot_be_loaded(adapted: Path, here: Path, monkeypatch: 
     (folder / "adapter_config.json").write_text("{")
     assert "adapter_config.json cannot be read" in invoke("eval", folder, *SMALL).output
     with monkeypatch.context() as patched:
-        patched.setattr(adapters.importlib.util, "find_spec", lambda name: None)
+        patched.setattr(adapters, "find_spec", lambda name: None)
         assert "to read them needs peft: pip install peft" in invoke("eval", folder, *SMALL).output
     assert importlib.util.find_spec("peft")
     (folder / "adapter_model.safetensors").unlink()

@@ -11,7 +11,7 @@ import pytest
 from command import invoke
 from test_train_ends import TOY, events
 
-from oomb.cli.train import output_dir, run
+from oomb.cli.train import output_dir, run, save
 from oomb.cli.train.display import TrainingDisplay
 from oomb.trainers import checkpoints
 
@@ -29,9 +29,9 @@ def test_a_home_that_cannot_be_asked_is_passed_over(places: Path, monkeypatch: p
         return is_dir(self)
 
     monkeypatch.setattr(Path, "is_dir", forbidden)
-    assert list(output_dir._other_places()) == [places / "work", places / "temporary"]
+    assert list(save._other_places()) == [places / "work", places / "temporary"]
     # No other place is asked where the run's own folder takes the model.
-    monkeypatch.setattr(output_dir, "_other_places", lambda: (stale() for _ in range(1)))
+    monkeypatch.setattr(save, "_other_places", lambda: (stale() for _ in range(1)))
     done = invoke("train", *TOY)
     assert done.exit_code == 0, done.output
     assert Path("out/model/config.json").exists()

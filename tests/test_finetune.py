@@ -27,7 +27,7 @@ import typer
 import update_tables
 from browser import browse, find_browser, picture
 
-from oomb.models import load
+from oomb.models import presets
 from oomb.utils.units import parse_tokens
 
 LENGTH = 2048
@@ -93,7 +93,7 @@ def test_a_stretched_model_is_read_as_it_was_written(tiny: Path, tmp_path: Path)
     assert name == "tiny-unstretched" and said["rope"] is None
     assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.max_position_embeddings == 256
     # A name that were a preset's would be trained from random weights.
-    assert not load.is_preset(name)
+    assert not presets.is_preset(name)
 
 
 def test_a_model_of_a_gguf_can_be_saved(tiny: Path, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from oomb.cli.train import prepare
 from oomb.cli.train.settings import SettingError, Settings
-from oomb.data import encode
-from oomb.data.encode import difference_in_ids, give_the_same_ids
-from oomb.models import load
+from oomb.data import tokenizers
+from oomb.data.tokenizers import difference_in_ids, give_the_same_ids
+from oomb.models import load, presets
 
 TEXT = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
 RUN = ["--max_steps", "1", "--sample_tokens", "0", "--no_report", "--output_dir", "out"]
@@ -52,7 +52,7 @@ def test_tokenizers_are_compared_by_what_they_give() -> None:
     assert give_the_same_ids(own, more) and give_the_same_ids(more, own)
 
 
-@pytest.mark.parametrize("text", encode.PROBES)
+@pytest.mark.parametrize("text", tokenizers.PROBES)
 def test_each_probe_can_tell(text: str) -> None:
     """A single word that is one token here, and several there."""
     changed = small_tokenizer()
@@ -73,7 +73,7 @@ def test_special_tokens_of_the_same_name_have_the_same_ids() -> None:
 def test_a_token_may_be_special_to_one_of_them_alone() -> None:
     """What the other makes of its letters, nobody asks for."""
     own, named = small_tokenizer(), small_tokenizer()
-    unused = [token for token in sorted(own.get_vocab()) if not any(token in text for text in encode.PROBES)]
+    unused = [token for token in sorted(own.get_vocab()) if not any(token in text for text in tokenizers.PROBES)]
     # One that is not merged again from its own letters.
     word = next(token for token in unused if own(token, add_special_tokens=False)["input_ids"] != [own.vocab[token]])
     named.add_special_tokens({"pad_token": word})
@@ -90,7 +90,7 @@ def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path
     with pytest.raises(ValueError, match="model holds no tokenizer that transformers can load"):
         load.load_tokenizer("model")
     other = load.load_tokenizer("other")
-    assert load.another_tokenizer("other", other, "model") is None
+    assert tokenizers.another_tokenizer("other", other, "model", load.own_tokenizer("model")) is None
 
 
 def test_what_differs_is_shown_shortly() -> None:
@@ -157,7 +157,9 @@ def test_tokens_that_another_tokenizer_wrote_are_refused(here: Path) -> None:
 
 def test_added_tokens_beyond_the_vocabulary_are_no_harm_until_a_text_has_them(here: Path) -> None:
     tokenizer = small_tokenizer()
-    AutoModelForCausalLM.from_config(load.preset_config("demo", vocab_size=400, eos_token_id=0)).save_pretrained("few")
+    AutoModelForCausalLM.from_config(presets.preset_config("demo", vocab_size=400, eos_token_id=0)).save_pretrained(
+        "few"
+    )
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     tokenizer.save_pretrained("few")
     assert len(tokenizer) == 401

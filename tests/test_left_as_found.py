@@ -12,7 +12,7 @@ from families import LENGTH, assert_same_gradients, build, random_ids, relative_
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, Gemma2Config, LlavaConfig, LlavaForConditionalGeneration
 
-from oomb.models.causal_lm import switch_checkpointing
+from oomb.models.hooks import switch_checkpointing
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

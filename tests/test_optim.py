@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import oomb
-from oomb.engine import optim as optim_module
+from oomb.engine import optim, optim_state
 from oomb.engine.optim import OffloadedAdamW
+from oomb.memory import host
 from oomb.ops import moments
 
 STEPS = 20
@@ -30,7 +31,7 @@ FORMS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a parameter, the last one odd."""
-    monkeypatch.setattr(optim_module, "PIECE_SIZE", 512)
+    monkeypatch.setattr(optim_state, "PIECE_SIZE", 512)
 
 
 class Net(nn.Module):
@@ -85,7 +86,7 @@ def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 def test_it_is_adamw_to_the_bit(
     dtype: torch.dtype, piece_size: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
-    monkeypatch.setattr(optim_module, "PIECE_SIZE", piece_size)
+    monkeypatch.setattr(optim_state, "PIECE_SIZE", piece_size)
     ours, theirs = net(dtype), net(dtype)
     optimizer = OffloadedAdamW(groups(ours), lr=1e-2)
     reference = torch.optim.AdamW(groups(theirs), lr=1e-2, foreach=False)
@@ -350,7 +351,7 @@ def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pyt
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, master_weights=True)
     before = values(model)
     with monkeypatch.context() as patch:
-        patch.setattr(optim_module, "free_host_bytes", lambda: 1000)
+        patch.setattr(optim, "free_host_bytes", lambda: 1000)
         message = 'take 0.0 GiB.*0.0 GiB are free.*state_dtype="bfloat16" takes.*"8bit" takes.*master_weights=False'
         with pytest.raises(oomb.OutOfPages, match=message):
             train(model, optimizer, range(1))
@@ -362,9 +363,9 @@ def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pyt
         made.append(real(num_bytes, device))
         return made[-1]
 
-    real = optim_module.HostSlab
+    real = host.HostSlab
     with monkeypatch.context() as patch:
-        patch.setattr(optim_module, "HostSlab", slab)
+        patch.setattr(optim, "HostSlab", slab)
         with pytest.raises(oomb.OutOfPages, match=r"the system refused.*LoRA"):
             train(model, optimizer, range(1))
     assert are_equal(values(model), before) and not optimizer._homes and not optimizer.state

@@ -14,8 +14,9 @@ from streams import Clocks, LateCopies, Watch
 from test_optim import FORMS, are_equal, groups, net, short_pieces, train, values
 from torch import Tensor, nn
 
-from oomb.engine import optim as optim_module
+from oomb.engine import optim, optim_state
 from oomb.engine.optim import OffloadedAdamW
+from oomb.memory import transfer
 from oomb.memory.transfer import Copies, Event, Load, Prefetcher, Slot
 from oomb.ops import moments
 
@@ -52,9 +53,9 @@ class Impatient(OffloadedAdamW):
 def pieces(optimizer: OffloadedAdamW) -> list[list[Tensor]]:
     found = []
     for p, home in optimizer._homes.items():
-        rows = {"values": optim_module.flat(p.detach(), p), **home.rows}
-        for start in range(0, p.numel(), optim_module.PIECE_SIZE):
-            found.append([x.clone() for x in moments.part(rows, start, start + optim_module.PIECE_SIZE).values()])
+        rows = {"values": optim_state.flat(p.detach(), p), **home.rows}
+        for start in range(0, p.numel(), optim_state.PIECE_SIZE):
+            found.append([x.clone() for x in moments.part(rows, start, start + optim_state.PIECE_SIZE).values()])
     return found
 
 
@@ -129,9 +130,9 @@ def test_loading_a_state_forgets_an_interrupted_step() -> None:
             raise torch.OutOfMemoryError("none left")
         return updated(piece, *_)
 
-    updated = optim_module.updated
+    updated = optim.updated
     with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(optim_module, "updated", fail)
+        patch.setattr(optim, "updated", fail)
         train(model, optimizer, range(3, 4))
     with pytest.raises(RuntimeError, match=r"when 1 parameters were updated.*call step\(\) again"):
         copy.deepcopy(optimizer)
@@ -178,14 +179,14 @@ def ignoring_stores_of_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignoring_the_computation(patch: pytest.MonkeyPatch) -> None:
-    for kind in (Clocks, LateCopies, optim_module.Copier):
+    for kind in (Clocks, LateCopies, transfer.Copier):
         store = kind.store
         patch.setattr(kind, "store", lambda self, copies, after=(), store=store: store(self, copies))
 
 
 def ignoring_the_last_step(patch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the stores at the end of a step. With many pieces the next step would, by chance."""
-    patch.setattr(optim_module, "PIECE_SIZE", 2**22)
+    patch.setattr(optim_state, "PIECE_SIZE", 2**22)
 
     def mutated(self: OffloadedAdamW) -> None:
         self._buffer = None
@@ -204,7 +205,7 @@ MUTATIONS = [
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_access_is_ordered(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # The clocks look at 16 bytes at a time: 4 scales.
-    monkeypatch.setattr(optim_module, "PIECE_SIZE", 4 * moments.RUN)
+    monkeypatch.setattr(optim_state, "PIECE_SIZE", 4 * moments.RUN)
     clocks = Clocks()
     with Watch(clocks):
         run(form, clocks)
@@ -254,7 +255,7 @@ def late(loads: int = 0, stores: int = 0, computation: int = 0, seed: int | None
             torch.cuda._sleep(cycles if seed is None else draw.randrange(1, 2 * cycles))
 
     def disturb(patch: pytest.MonkeyPatch) -> None:
-        run_copies, updated = optim_module.Copier._run, optim_module.updated
+        run_copies, updated = transfer.Copier._run, optim.updated
 
         def late_copies(self: Any, stream: Any, copies: Copies, after: Any) -> Event:
             with torch.cuda.stream(stream):
@@ -265,15 +266,15 @@ def late(loads: int = 0, stores: int = 0, computation: int = 0, seed: int | None
             sleep(computation)
             return updated(*args)
 
-        patch.setattr(optim_module.Copier, "_run", late_copies)
-        patch.setattr(optim_module, "updated", late_update)
+        patch.setattr(transfer.Copier, "_run", late_copies)
+        patch.setattr(optim, "updated", late_update)
 
     return disturb
 
 
 @pytest.fixture
 def gpu_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim_module, "PIECE_SIZE", 2**15)
+    monkeypatch.setattr(optim_state, "PIECE_SIZE", 2**15)
 
 
 @pytest.mark.gpu
@@ -331,7 +332,7 @@ def test_on_a_gpu_it_is_adamw(gpu_pieces: None) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_memory_is_bounded(form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim_module, "PIECE_SIZE", 2**22)
+    monkeypatch.setattr(optim_state, "PIECE_SIZE", 2**22)
     parameter = nn.Parameter(torch.zeros(50_000_001, device="cuda", dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     optimizer = OffloadedAdamW([parameter], **form)

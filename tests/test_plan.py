@@ -17,12 +17,15 @@ from oomb.config import Config
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
 from oomb.models.probe import facts_of
+from oomb.models.shape import LayerFacts, ModelFacts
 from oomb.ops import logprob
-from oomb.planner import activations, fit, report
-from oomb.planner import forecast as forecasting
+from oomb.planner import activations, fit, hardware, report, step_time
+from oomb.planner import forecast as forecast_module
 from oomb.planner.fit import decide, longest_context
-from oomb.planner.forecast import Machine, Plan, forecast, machine_named
-from oomb.planner.placement import OPERATIONS_PER_BYTE, LayerFacts, ModelFacts, Placement, Request, place
+from oomb.planner.forecast import Plan, forecast
+from oomb.planner.hardware import Machine, machine_named
+from oomb.planner.placement import OPERATIONS_PER_BYTE, place
+from oomb.planner.request import Placement, Request
 from oomb.utils import units
 from oomb.utils.units import GIB, parse_bytes
 
@@ -74,7 +77,7 @@ def bytes_of(placement: Placement | Plan, tier: str) -> int:
 
 def test_constants_are_those_of_the_code_they_describe() -> None:
     assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (logprob.PLAIN_TILE, logprob.FUSED_TILE)
-    rates = forecasting.MATRIX_TFLOPS * 1e12 / forecasting.LINK_BYTES_PER_SECOND
+    rates = step_time.MATRIX_TFLOPS * 1e12 / hardware.LINK_BYTES_PER_SECOND
     assert pytest.approx(rates, rel=0.01) == OPERATIONS_PER_BYTE
 
 
@@ -365,7 +368,7 @@ def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
 
 def test_forecast_counts_what_a_training_run_holds() -> None:
     full = facts_for("qwen2.5-7b")
-    plans = {name: forecast(full, Config(), H200, length=2**15, optimizer=name) for name in forecasting.OPTIMIZERS}
+    plans = {name: forecast(full, Config(), H200, length=2**15, optimizer=name) for name in forecast_module.OPTIMIZERS}
     sizes = {name: plan.peak_gpu_bytes - plan.placement.gpu_bytes for name, plan in plans.items()}
     assert sizes["adamw"] - sizes["none"] == 2 * full.grad_bytes
     assert sizes["adamw_8bit"] - sizes["none"] == full.grad_bytes == sizes["momentum"] - sizes["sgd"]
@@ -437,7 +440,7 @@ def test_facts_of_matrices() -> None:
     for name in ("llama", "llama_tied", "mixtral"):
         model = build(name, dtype=torch.float32)
         facts = facts_of(model)
-        from oomb.eval.bench import step_flops
+        from oomb.planner.flops import step_flops
 
         config = model.config
         attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim

@@ -24,7 +24,8 @@ import update_tables
 from oomb.config import Config
 from oomb.models import load
 from oomb.models.probe import facts_of
-from oomb.planner.forecast import Machine, forecast
+from oomb.planner.forecast import forecast
+from oomb.planner.hardware import Machine
 from oomb.utils.units import GIB
 
 STEP = ("--cases", "lora-8bit", "--contexts", "8K", "--places", "auto")

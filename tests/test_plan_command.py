@@ -14,10 +14,11 @@ from families import build
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomb.models import load
+from oomb.models import presets
 from oomb.models.probe import attention_layers, config_layers
 from oomb.planner import report
-from oomb.planner.forecast import Machine, _tokens_read, machine_named
+from oomb.planner.hardware import Machine, machine_named
+from oomb.planner.step_time import _tokens_read
 
 
 def test_chosen_pages_are_weighed_for_a_gpu_without_a_name(tmp_path: Path) -> None:
@@ -165,6 +166,6 @@ def test_layers_by_the_config_alone() -> None:
 
 
 def test_presets_plan_without_weights() -> None:
-    for name in load.PRESETS:
+    for name in presets.PRESETS:
         facts = report.facts_for(name)
         assert facts.layers and facts.weight_bytes > 0

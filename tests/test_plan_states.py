@@ -8,7 +8,7 @@ from oomb.config import OFFLOADED_STATES
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models import load
 from oomb.planner import forecast, report
-from oomb.planner.forecast import machine_named
+from oomb.planner.hardware import machine_named
 from oomb.utils.units import GIB
 
 H200 = machine_named("H200", 100 * GIB)

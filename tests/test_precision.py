@@ -11,7 +11,7 @@ from families import assert_same_gradients, build, grads, random_ids, relative_e
 from torch import Tensor, nn
 
 import oomb
-from oomb.models import load
+from oomb.models import adapters
 
 
 def engine_gradients(model: Any, ids: Tensor, **config: Any) -> dict[str, Tensor | None]:
@@ -121,7 +121,7 @@ def test_autocast_gradients(lora: bool) -> None:
     """Of float32 weights, or of float32 adapters beside weights in bfloat16."""
     model, ids = build("llama", dtype=torch.bfloat16 if lora else torch.float32), random_ids(2, 41)
     if lora:
-        model = load.with_lora(model)
+        model = adapters.with_lora(model)
         for name, parameter in model.named_parameters():
             # As after some steps: they begin with zeros, and half of the gradients are zero then.
             if "lora_B" in name:

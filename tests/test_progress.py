@@ -17,13 +17,14 @@ from terminal import Terminal
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import oomb
-from oomb.cli.train import display as progress
+from oomb.cli.train import display as display_module
 from oomb.cli.train import panel
-from oomb.cli.train.display import Clock, Facts, TrainingDisplay, peak_flops
+from oomb.cli.train.clock import Clock
+from oomb.cli.train.display import Facts, TrainingDisplay
 from oomb.cli.train.panel import View, lines_of, sparkline
 from oomb.cli.train.signals import StopRequested
 from oomb.models import load
-from oomb.planner.forecast import PEAK_TFLOPS
+from oomb.planner.hardware import PEAK_TFLOPS, peak_flops
 from oomb.utils.metrics import JsonLines, MemoryMeter
 from oomb.utils.units import GIB
 
@@ -185,7 +186,7 @@ def test_the_little_curve() -> None:
 @pytest.mark.timing
 def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
 
     def chunk(seconds: float, phase: str, done: int) -> None:
         now[0] += seconds
@@ -239,7 +240,7 @@ class Log:
 @pytest.mark.timing
 def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now, screen, log = [0.0], StringIO(), Log()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
     engine = oomb.Engine(load.load_model("demo", device="cpu").train())
     facts = Facts(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
     console = Console(file=screen, width=200)

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from test_plan import TINY
 
 from oomb.config import Config
+from oomb.models.shape import ModelFacts
 from oomb.planner import report, suggest
-from oomb.planner.forecast import OPTIMIZERS, Machine, Plan, forecast, machine_named
-from oomb.planner.placement import ModelFacts, place
+from oomb.planner.forecast import OPTIMIZERS, Plan, forecast
+from oomb.planner.hardware import Machine, machine_named
+from oomb.planner.placement import place
 from oomb.planner.suggest import Answer, Recipe, answer
 from oomb.utils.units import GIB, parse_bytes
 

@@ -28,7 +28,7 @@ from kernel_times import Kernel
 
 from oomb.engine.engine import Engine
 from oomb.eval import bench
-from oomb.models import load as load_module
+from oomb.models import presets
 
 SETTINGS = {"page_size": 16, "page_budget": 4}
 SMALL = ["--model", "demo", "--device", "cpu", "--page-size", "16", "--budget", "4", "--chunk-sizes", "128"]
@@ -312,7 +312,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
         torch.manual_seed(1)
         shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
-        return AutoModelForCausalLM.from_config(load_module.preset_config("demo", **shape)).train(), None
+        return AutoModelForCausalLM.from_config(presets.preset_config("demo", **shape)).train(), None
 
     monkeypatch.setattr(smollm2, "load", load)
 

@@ -12,10 +12,11 @@ from test_plan import MIB, TINY, ask
 import oomb
 from oomb.config import Config
 from oomb.engine.batch import Batch
-from oomb.engine.engine import Sequence
+from oomb.engine.passes import Sequence
 from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
-from oomb.planner.forecast import Machine, forecast
+from oomb.planner.forecast import forecast
+from oomb.planner.hardware import Machine
 from oomb.planner.report import facts_for
 from oomb.utils.units import GIB
 

@@ -19,14 +19,14 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
-from oomb.cli.train import output_dir, prepare, yaml_file
+from oomb.cli.train import output_dir, prepare, save, yaml_file
 from oomb.cli.train.command import normalised
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
 from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
-from oomb.models import adapters, load
+from oomb.models import adapters, load, presets
 from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
 
@@ -272,7 +272,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
 def test_what_precision_comes_to(
     flags: dict[str, Any], gpu_gib: int | None, dtype: str, mixed: bool, warned: bool
 ) -> None:
-    config = load.preset_config("qwen2.5-0.5b")
+    config = presets.preset_config("qwen2.5-0.5b")
     precision = prepare.precision_of(Settings(**flags), None if gpu_gib is None else gpu_gib << 30, config)
     assert (precision.dtype, precision.mixed, precision.warning is not None) == (dtype, mixed, warned)
 
@@ -425,7 +425,7 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(output_dir.Path, "rename", full)
         with pytest.raises(ValueError, match=r"saved in out/model \(No space left on device\): nothing of it is left"):
-            output_dir.save(load.load_model("demo", device="cpu"), None, Path("out/model"))
+            save.save(load.load_model("demo", device="cpu"), None, Path("out/model"))
 
 
 @pytest.mark.timing

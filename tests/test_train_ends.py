@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from waiting import HANG_S
 
 from oomb.cli.train import output_dir, run, save_timer
+from oomb.cli.train import save as save_module
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.save_timer import TimedCheckpoints
 from oomb.cli.train.signals import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
@@ -200,7 +201,7 @@ def test_a_run_keeps_room_for_its_model(places: Path, monkeypatch: pytest.Monkey
     assert done.exit_code == 0, done.output
     weights = Path("out/model/model.safetensors").stat().st_size
     assert len(asked) == 2
-    assert all(weights - 100_000 < kept - output_dir.BESIDE_BYTES <= weights for kept in asked)
+    assert all(weights - 100_000 < kept - save_module.BESIDE_BYTES <= weights for kept in asked)
 
 
 def test_what_cannot_be_deleted_or_marked_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,19 +273,19 @@ def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: p
     model = load.load_model("demo", device="cpu")
     (places / "home").rmdir()
     monkeypatch.setattr(checkpoints, "sync_files", full)
-    with pytest.raises(output_dir.CannotSave) as caught:
-        output_dir.save_somewhere(model, None, Path("out"), print)
+    with pytest.raises(save_module.CannotSave) as caught:
+        save_module.save_somewhere(model, None, Path("out"), print)
     said = str(caught.value)
     assert (
-        f"takes {output_dir.saved_bytes(model):,} bytes and could not be saved anywhere, in out (No space left" in said
+        f"takes {save_module.saved_bytes(model):,} bytes and could not be saved anywhere, in out (No space left" in said
     )
     assert f"{places / 'work'} (No space" in said and f"{places / 'temporary'} (No space" in said
     assert said.endswith("name an --output_dir on another disk, and train again: there is no checkpoint")
     assert [*places.rglob("*model*"), *places.rglob("oomb-*")] == []
     Path("out/checkpoint-3").mkdir(parents=True)
     Path("out/checkpoint-3/trainer_state.json").write_text('{"global_step": 3}')
-    with pytest.raises(output_dir.CannotSave, match="go on from the newest checkpoint, out/checkpoint-3"):
-        output_dir.save_somewhere(model, None, Path("out"), print)
+    with pytest.raises(save_module.CannotSave, match="go on from the newest checkpoint, out/checkpoint-3"):
+        save_module.save_somewhere(model, None, Path("out"), print)
 
 
 def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +293,7 @@ def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypa
     (places / "home" / "oomb-out-now" / "model").mkdir(parents=True)
     fail_to_save(monkeypatch, "/out/")
     said: list[str] = []
-    found = output_dir.save_somewhere(load.load_model("demo", device="cpu"), None, Path("out"), said.append)
+    found = save_module.save_somewhere(load.load_model("demo", device="cpu"), None, Path("out"), said.append)
     assert found == places / "work" / "oomb-out-now" / "model"
     assert f"{places / 'home'} (File exists" in said[0]
     assert names(places / "home" / "oomb-out-now" / "model") == set()

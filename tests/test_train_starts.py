@@ -20,7 +20,7 @@ import pytest
 import torch
 from command import invoke
 
-from oomb.cli.train import output_dir as outputs
+from oomb.cli.train import output_dir as output_dir_module
 from oomb.cli.train import prepare
 from oomb.cli.train import run as run_module
 from oomb.cli.train.display import TrainingDisplay
@@ -28,7 +28,7 @@ from oomb.cli.train.settings import Settings
 from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
-from oomb.models import load as load_module
+from oomb.models import presets
 from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
 from oomb.utils import lock
@@ -48,8 +48,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def output_dir_of(settings: Settings) -> Path:
-    output_dir = outputs.output_dir_of(settings)
-    outputs.refuse_used(settings, output_dir)
+    output_dir = output_dir_module.output_dir_of(settings)
+    output_dir_module.refuse_used(settings, output_dir)
     return output_dir
 
 
@@ -133,7 +133,7 @@ def test_what_a_start_leaves(here: Path, left: str) -> None:
     Path("out/metrics.jsonl").write_text(left)
     Path("out/config.yaml").write_text("seed: 1\n")
     assert output_dir_of(Settings(output_dir="out")) == Path("out")
-    assert outputs.is_broken_off(Path("out"))
+    assert output_dir_module.is_broken_off(Path("out"))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
     Path("out/metrics.jsonl").write_text(left)
     with pytest.raises(ValueError, match="out already holds the metrics of a run; name another --output_dir"):
         output_dir_of(Settings(output_dir="out"))
-    assert not outputs.is_broken_off(Path("out"))
+    assert not output_dir_module.is_broken_off(Path("out"))
     assert output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
 
 
@@ -162,7 +162,7 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
         folder = here / f"with {name}"
         (folder / name).mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(lines(START))
-        assert not outputs.is_broken_off(folder)
+        assert not output_dir_module.is_broken_off(folder)
         if name == "model":
             with pytest.raises(ValueError, match=f"already holds {message}"):
                 output_dir_of(Settings(output_dir=str(folder)))
@@ -334,7 +334,7 @@ def test_it_is_told_in_the_run(here: Path) -> None:
 
 
 def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(load_module.PRESETS, "some-7b", load_module.PRESETS["demo"])
+    monkeypatch.setitem(presets.PRESETS, "some-7b", presets.PRESETS["demo"])
     said = "is a preset: random weights, and text is read as bytes. For the trained model name its hub id or a folder."
     for name in ("some-7b", "Some-7B"):
         done = invoke("train", "--model", name, *TOY, "--max_steps", "1", "--overwrite_output_dir")

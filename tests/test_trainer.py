@@ -23,7 +23,8 @@ from transformers import (
 
 import oomb
 from oomb.engine import allocator
-from oomb.models.causal_lm import is_checkpointing, switch_checkpointing
+from oomb.models.hooks import is_checkpointing, switch_checkpointing
+from oomb.trainers import arguments as arguments_module
 from oomb.trainers import trainer as trainer_module
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
@@ -285,7 +286,7 @@ def test_documents_in_one_row_are_told_apart_by_numbers_in_the_mask(tmp_path: Pa
 
 
 def test_labels_are_made_once_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_made, with_labels = 0, trainer_module.with_labels
+    num_made, with_labels = 0, arguments_module.with_labels
 
     def counted(inputs: dict[str, Any]) -> dict[str, Any]:
         nonlocal num_made
@@ -303,7 +304,7 @@ def test_making_labels_does_not_wait_for_the_device(largest: int) -> None:
     """Only whether the labels have to be changed depends on the numbers in the mask."""
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, largest, largest, largest, 0]])
     with profile() as ran:
-        labels = trainer_module.with_labels({"input_ids": ids, "attention_mask": mask})["labels"]
+        labels = arguments_module.with_labels({"input_ids": ids, "attention_mask": mask})["labels"]
     assert "aten::_local_scalar_dense" not in [event.key for event in ran.key_averages()]
     expected = torch.tensor([[0, 1, 2, 3, 4, -100], [6, 7, 8 if largest == 1 else -100, 9, 10, -100]])
     assert torch.equal(labels, expected)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from oomb.memory import host
 from oomb.memory import rows as rows_module
+from oomb.memory import tiers as tiers_module
 from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import HOST, OutOfPages
 from oomb.memory.rows import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from oomb.config import Config
 from oomb.eval import verify
-from oomb.models import load
+from oomb.models import load, presets
 
 
 def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
@@ -111,7 +111,7 @@ def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPa
 
 
 def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
-    config = load.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     model = AutoModelForCausalLM.from_config(config)
     assert verify.compare(model, Config(chunk_size=24), context=64).trusted
     with pytest.raises(ValueError, match="compare a mixture of experts in float32"):
@@ -160,8 +160,8 @@ def test_adapters_alone_are_refused_with_the_way_to_merge_them(tmp_path: Path) -
 def test_a_folder_comes_before_a_preset_that_is_called_so_in_small_letters(
     saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert load.is_preset("SmolLM2-135M") and load.is_preset("smollm2-135m")
+    assert presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SmolLM2-135M").symlink_to(saved_model)
-    assert not load.is_preset("SmolLM2-135M") and load.is_preset("smollm2-135m")
+    assert not presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")
     assert load.load_model("SmolLM2-135M", device="cpu").config.vocab_size < 1000

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from oomb.cli.errors import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
 from oomb.cli.options import Device, Dtype, TrustRemoteCode, with_engine_options
-from oomb.models import load
+from oomb.models import load, presets
 from oomb.utils import dtypes
 from oomb.utils.units import parse_list, parse_tokens
 
@@ -75,7 +75,7 @@ def bench(
         lengths = parse_list(contexts or ("32K,64K" if on_gpu else "2K,4K"), parse_tokens)
         precision = str(dtypes.resolve_dtype(dtype, place)).removeprefix("torch.")
         quiet()
-        from oomb.eval import bench as benchmark
+        from oomb.eval import bench as bench_module
 
         console, finish = Console(), None
         trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -84,7 +84,7 @@ def bench(
 
             num_layers = load.load_config(name, **trust).get_text_config(decoder=True).num_hidden_layers
             selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)
-            tokenizer = None if load.is_preset(name) else load.load_tokenizer(name, **trust)
+            tokenizer = None if presets.is_preset(name) else load.load_tokenizer(name, **trust)
             ids = selection.text_ids(tokenizer, max(lengths), selection_text)
 
             def finish(engine: Any) -> None:
@@ -93,7 +93,7 @@ def bench(
                 console.print(f"layer {selection_layer} reads most: page {pages}", highlight=False, soft_wrap=True)
                 console.print(f"written to {selection.draw(found, selection_map)}", highlight=False, soft_wrap=True)
 
-        report = benchmark.run(
+        report = bench_module.run(
             name,
             lengths,
             modes=chosen_modes,

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from oomb.cli.train.aliases import ALIASES, refuse_two_values
 from oomb.cli.train.settings import TYPES, own_fields
 from oomb.config import Config
-from oomb.models import load
+from oomb.models import presets
 from oomb.utils import dtypes
 from oomb.utils.units import parse_tokens
 
@@ -26,7 +26,7 @@ EXIT_NOT_TRUSTED = 1
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-PRESET_NAMES = ", ".join(load.PRESETS)
+PRESET_NAMES = ", ".join(presets.PRESETS)
 
 
 @contextmanager

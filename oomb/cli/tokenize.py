@@ -136,6 +136,6 @@ def _num_cores() -> int:
 
 def _shown(console: Console) -> AbstractContextManager[Callable[[int, int], None]]:
     """A bar on a terminal, a line now and then elsewhere."""
-    from oomb.cli.train.panel import bytes_bar
+    from oomb.cli.progress import bytes_bar
 
     return bytes_bar(console, "tokenising", "tokenised")

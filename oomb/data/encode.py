@@ -13,6 +13,7 @@ import numpy as np
 from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
 from oomb.data.discover import listed
 from oomb.data.sources import SHOW, Record, Source
+from oomb.data.tokenizers import PROBE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,21 +25,6 @@ NUM_BYTE_IDS = 258
 
 TEXT, MESSAGES, COMPLETION = "text", "messages", "completion"
 """Kinds of records. The loss of the last two is on the assistant's turns, or on the completion."""
-
-# Tokenizers that agree on all of this, and on their vocabulary, are taken for the same.
-_PROBE = "Hello, world! def f(x):\n    return x**2  # 3.14159\t\tÄpfel 北京 🙂 don't CamelCase  \n\n"
-
-PROBES = (
-    "The quick brown fox didn't jump; it's 12 o'clock, isn't it?",
-    "def area(r):\n    return math.pi * r**2  # self.x_y != {'a': [0]}\n",
-    "0 7 42 1984 3.14159 1,000,000 2024-01-31",
-    "Äpfel, naïve façade, Привет, 北京市, 日本語, سلام, 🙂",
-    "one  two   three\t\tfour\n\n\n        eight \r\n ",
-    "CamelCase snake_case UPPER <b>&amp;</b> https://example.org/?a=b",
-)
-"""Texts of several kinds. Where two tokenizers give the same ids for all of them, they belong to the same models."""
-MOST_SHOWN = 6
-"""Ids in a message."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +144,7 @@ class Encoder:
         if self._tokenizer is None:
             return "bytes"
         facts: list[Any] = [sorted(self._tokenizer.get_vocab().items()), self.prefix, self.separator]
-        facts.append(self._ids(_PROBE, "the probe"))
+        facts.append(self._ids(PROBE, "the probe"))
         if self.kind != TEXT:
             facts.append(getattr(self._tokenizer, "chat_template", None))
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -267,45 +253,6 @@ class Encoder:
         text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         # verbose=False: it would warn that a document is longer than the model's context, which is the point.
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def give_the_same_ids(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether a model that was trained with one of them can read what the other gives, as far as `PROBES` and special
-    tokens that both have show. Tokens that only one has are no difference: text without them is read the same."""
-    return difference_in_ids(one, other) is None
-
-
-def difference_in_ids(
-    one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, names: tuple[str, str] = ("the one", "the other")
-) -> str | None:
-    """The first text of which the two make different ids, with these: "'abc' is [1, 2] to the one and [3] to the
-    other". None where they `give_the_same_ids`."""
-    special = dict.fromkeys([*one.all_special_tokens, *other.all_special_tokens])
-    shared = one.get_vocab().keys() & other.get_vocab().keys()
-    made: list[tuple[str, list[int], list[int]]] = [(text, _ids(one, text), _ids(other, text)) for text in PROBES]
-    # By their numbers, since what is special to one of them the other may take for letters.
-    made += [
-        (token, [one.convert_tokens_to_ids(token)], [other.convert_tokens_to_ids(token)])
-        for token in special
-        if token in shared
-    ]
-    for text, of_one, of_other in made:
-        if of_one != of_other:
-            pairs = zip(of_one, of_other, strict=False)
-            first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(of_one), len(of_other)))
-            shown = f"{_shown(of_one, first)} to {names[0]} and {_shown(of_other, first)} to {names[1]}"
-            return f"{text!r} is {shown}"
-    return None
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _shown(ids: list[int], first: int) -> str:
-    """A few of them, from `first` on."""
-    before, after = ["…"] if first else [], ["…"] if len(ids) > first + MOST_SHOWN else []
-    return f"[{', '.join([*before, *map(str, ids[first : first + MOST_SHOWN]), *after])}]"
 
 
 def _encoded(ids: list[int], spans: Spans) -> Encoded:

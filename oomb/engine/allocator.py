@@ -19,8 +19,10 @@ from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.models.causal_lm import CausalLM, LayerShape
 from oomb.models.probe import facts_of
+from oomb.models.shape import LayerFacts
 from oomb.planner.fit import decide
-from oomb.planner.placement import LayerFacts, Placement, choosing
+from oomb.planner.placement import choosing
+from oomb.planner.request import Placement
 from oomb.utils.units import parse_bytes
 
 SLOW_ADAPTERS = (

@@ -8,7 +8,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from oomb.ops.logprob import FUSED_TILE, PLAIN_TILE, Function, _backward, _counted, _forward, _TargetLogProb, _tiles
+from oomb.ops.logprob import (
+    FUSED_TILE,
+    PLAIN_TILE,
+    Function,
+    TargetLogProb,
+    rows_with_targets,
+    target_logprob,
+    target_logprob_backward,
+    tiles_of,
+)
 
 
 class Model(Protocol):
@@ -29,12 +38,12 @@ class TiledHead:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.fused = torch.compile(_forward, dynamic=False), torch.compile(_backward, dynamic=False)
+        self.fused = torch.compile(target_logprob, dynamic=False), torch.compile(target_logprob_backward, dynamic=False)
 
     def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, fuse: bool = False) -> Tensor:
         """[B, T]: log p(target), 0 where the target is ignored. Without a graph."""
         hidden_ND = hidden_BTD.detach().flatten(0, 1)
-        rows, targets = _counted(targets_BT, hidden_ND.device)
+        rows, targets = rows_with_targets(targets_BT, hidden_ND.device)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         logp = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
         math, tiles = self._plan(fuse and isinstance(rows, slice), hidden_ND[rows], targets)
@@ -47,7 +56,7 @@ class TiledHead:
     def backward(self, hidden_BTD: Tensor, targets_BT: Tensor, dlogp_BT: Tensor, fuse: bool = False) -> Tensor:
         """d hidden from d logp; the head's own parameters receive their gradients on the way."""
         hidden_ND = hidden_BTD.detach().flatten(0, 1)
-        rows, targets = _counted(targets_BT, hidden_ND.device)
+        rows, targets = rows_with_targets(targets_BT, hidden_ND.device)
         dhidden = torch.zeros_like(hidden_ND)
         counted = dhidden[rows]
         dlogp_N = dlogp_BT.flatten()[rows]
@@ -55,7 +64,7 @@ class TiledHead:
         for h, t, dlogp, out in tiles:
             h = h.detach().requires_grad_()
             with torch.enable_grad():
-                logp = _TargetLogProb.apply(self.model.logits(h), t, *math)
+                logp = TargetLogProb.apply(self.model.logits(h), t, *math)
             torch.autograd.backward(logp, dlogp)
             assert h.grad is not None
             out.copy_(h.grad)
@@ -64,5 +73,5 @@ class TiledHead:
 
     def _plan(self, fuse: bool, *rows: Tensor) -> tuple[tuple[Function, Function], Iterator[tuple[Tensor, ...]]]:
         if fuse:
-            return self.fused, _tiles(FUSED_TILE // self.model.vocab_size, *rows)
-        return (_forward, _backward), _tiles(PLAIN_TILE // self.model.vocab_size, *rows)
+            return self.fused, tiles_of(FUSED_TILE // self.model.vocab_size, *rows)
+        return (target_logprob, target_logprob_backward), tiles_of(PLAIN_TILE // self.model.vocab_size, *rows)

@@ -25,19 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
+from oomb.engine.optim_state import MASTER, AsItIs, Home, Layout, block_bounds, flat, staging_buffer
+from oomb.memory.host import free_host_bytes
 from oomb.memory.pool import OutOfPages
-from oomb.memory.rows import row_bytes
 from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Ring
-from oomb.ops.moments import MOMENTS, STATE_DTYPES, decoded, encode_, field_sizes, part, rounded_at_random, scale_of
+from oomb.ops.moments import MOMENTS, STATE_DTYPES, decoded, encode_, field_sizes, part, rounded_at_random
 from oomb.utils.units import GIB
 
-PIECE_SIZE = 2**22
-"""Most numbers in a piece; a multiple of 256. 32 MiB of float32 moments take 0.7 ms on the link of an H200, and Python
-less than that to launch a piece. Buffers and temporaries together stay below 256 MiB of GPU memory."""
 NUM_BUFFERS = 3
 """One piece on its way in, one computed, one on its way out."""
-MASTER = "master"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ONLY = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 """Settings of torch's AdamW that a loaded state may have."""
@@ -142,8 +138,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _pieces_of(self, parameter: Tensor, number: int, update: Update) -> Iterator[Piece]:
         assert parameter.grad is not None
         values, grad = flat(parameter.detach(), parameter), flat(parameter.grad, parameter)
-        for start in range(self._done.get(parameter, 0), values.numel(), PIECE_SIZE):
-            end = min(start + PIECE_SIZE, values.numel())
+        for start, end in block_bounds(self._done.get(parameter, 0), values.numel()):
             host = part(self._homes[parameter].rows, start, end)
             # What is drawn depends on the step and the place alone: a run that is resumed goes on as it would have.
             seed = hash((number, update.step, start)) % 2**63
@@ -345,118 +340,6 @@ def updated(piece: Piece, staged: dict[str, Tensor], generator: torch.Generator)
     for name, moment in zip(MOMENTS, moments, strict=True):
         encode_(staged, name, moment, generator)
     return values if MASTER in staged or dtype == wide else rounded_at_random(values, dtype, generator)
-
-
-def flat(x: Tensor, parameter: Tensor) -> Tensor:
-    """x, of the parameter's shape, as one row of numbers in the order in which the parameter lies in memory."""
-    return x.permute(memory_order(parameter)).reshape(-1)
-
-
-def memory_order(x: Tensor) -> list[int]:
-    """The dimensions, the one with the largest strides first."""
-    order = sorted(range(x.dim()), key=lambda d: (x.shape[d] == 1, -x.stride()[d]))
-    if not x.permute(order).is_contiguous():
-        raise ValueError(
-            f"a parameter of shape {tuple(x.shape)} has gaps or overlaps in memory (strides {x.stride()}): make it "
-            "contiguous"
-        )
-    return order
-
-
-class Home:
-    """The states of one parameter in host memory, each field in a slab of its own: so it can be saved as it is."""
-
-    def __init__(self, parameter: Tensor, fields: dict[str, tuple[torch.dtype, int]]) -> None:
-        self.device, self.order = parameter.device, memory_order(parameter)
-        self.is_blank = True
-        self.slabs: list[HostSlab] = []
-        self.rows: dict[str, Tensor] = {}
-        self.state: dict[str, Tensor] = {}
-        """The same in the parameter's shape, as users see it."""
-        shape = [parameter.shape[d] for d in self.order]
-        back = [self.order.index(d) for d in range(parameter.dim())]
-        for name, (dtype, count) in fields.items():
-            slab = HostSlab(count * dtype.itemsize, parameter.device)
-            self.slabs.append(slab)
-            row = self.rows[name] = slab.bytes[: count * dtype.itemsize].view(dtype)
-            self.state[name] = row if name.endswith("_scale") else row.view(shape).permute(back)
-
-    def suits(self, parameter: Tensor) -> bool:
-        return self.device == parameter.device and self.order == memory_order(parameter)
-
-    def fill(self, parameter: Tensor, state: dict[str, Any], seed: int) -> None:
-        """With a state from elsewhere: as it is if it has the same form, converted if not, zero if there is none."""
-        generator = torch.Generator().manual_seed(seed)
-        was_blank, self.is_blank = self.is_blank, False
-        given: dict[str, Tensor] = {}
-        for name in {*MOMENTS, MASTER} & state.keys():
-            x, scales = state[name], state.get(scale_of(name))
-            if scales is not None and memory_order(x) != self.order:
-                # Its runs are others.
-                row = decoded({name: flat(x, x), scale_of(name): scales}, name, torch.float32)
-                x, scales = row.as_strided(x.shape, x.stride()), None
-            given[name] = flat(x, parameter)
-            if scales is not None:
-                given[scale_of(name)] = scales
-        values = flat(parameter.detach(), parameter)
-        for start in range(0, values.numel(), PIECE_SIZE):
-            end = min(start + PIECE_SIZE, values.numel())
-            own, other = part(self.rows, start, end), part(given, start, end)
-            for name in MOMENTS:
-                keys = [key for key in (name, scale_of(name)) if key in own]
-                if all(key in other and other[key].dtype == own[key].dtype for key in keys):
-                    for key in keys:
-                        own[key].copy_(other[key])
-                elif name in other:
-                    on_host = {key: x.cpu() for key, x in other.items()}
-                    encode_(own, name, decoded(on_host, name, torch.float32), generator)
-                elif not was_blank:
-                    for key in keys:
-                        own[key].zero_()
-            if MASTER in own:
-                own[MASTER].copy_(other.get(MASTER, values[start:end]))
-
-
-class Layout:
-    """How the states of a piece lie in a staging buffer: each where the largest of its kind leaves room for it."""
-
-    def __init__(self, pieces: list[dict[str, Tensor]]) -> None:
-        self.offsets: dict[str, int] = {}
-        self.num_bytes = 0
-        for name in sorted({name for piece in pieces for name in piece}):
-            self.offsets[name] = self.num_bytes
-            self.num_bytes += row_bytes(max(piece[name].nbytes for piece in pieces if name in piece))
-
-    def placed(self, piece: dict[str, Tensor]) -> tuple[tuple[int, Tensor], ...]:
-        """(offset, bytes on the host) of each state."""
-        return tuple((self.offsets[name], host.view(torch.uint8)) for name, host in piece.items())
-
-    def views(self, buffer: Tensor, piece: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: buffer[self.offsets[name] : self.offsets[name] + host.nbytes].view(host.dtype)
-            for name, host in piece.items()
-        }
-
-
-def staging_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    try:
-        # A tensor made in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        free = free_gpu_bytes(device)
-        raise OutOfPages(
-            f"the optimizer streams its states through {num_bytes / 2**20:.0f} MiB on {device} and "
-            f"{(free_host_bytes() if free is None else free) / 2**20:.0f} MiB are free: lower gpu_memory or chunk_size "
-            "of oomb.Config"
-        ) from error
-
-
-@dataclass(frozen=True)
-class AsItIs:
-    """A state in a wrapping that torch does not look into."""
-
-    state: dict[str, Any]
 
 
 def _as_it_is(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

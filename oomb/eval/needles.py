@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomb.eval.passes import as_evaluated, noting
+from oomb.eval.passes import noting
+from oomb.eval.samples import as_evaluated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

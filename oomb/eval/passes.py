@@ -43,16 +43,3 @@ class _NotingHead:
             self.notes.update(zip(wanted, logits_NV.to(wide).log_softmax(-1).cpu()))
         self.start = end
         return self.head.logprobs(hidden_BTD, targets_BT, fuse)
-
-
-@contextmanager
-def as_evaluated(engine: Engine) -> Iterator[None]:
-    """No graph, no dropout."""
-    module = engine.model.lm
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(was_training)

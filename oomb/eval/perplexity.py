@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oomb.eval.passes import as_evaluated
+from oomb.eval.samples import as_evaluated
 from oomb.ops.logprob import IGNORED
 
 if TYPE_CHECKING:

@@ -18,19 +18,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from oomb.cli.train.panel import PLAIN_INTERVAL_S, bytes_bar
+from oomb.cli.progress import PLAIN_INTERVAL_S, bytes_bar
 from oomb.config import Config
 from oomb.data.dataset import open_dataset, unchecked
 from oomb.data.discover import STDLIB
 from oomb.data.encode import NUM_BYTE_IDS
 from oomb.data.sources import SEED
+from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.engine.engine import Engine
-from oomb.eval.adapters import base_of, with_adapters
 from oomb.eval.needles import Haystack, NeedleSettings, build_haystacks, needle_scores
 from oomb.eval.perplexity import perplexity_by_position
 from oomb.eval.samples import sample_text
-from oomb.models import load
+from oomb.models import load, presets
+from oomb.models.adapters import base_of, with_adapters
 from oomb.utils import dtypes
 from oomb.utils.metrics import machine
 
@@ -89,7 +90,8 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     tokenizer = tokenizer_for(whole, model_config, _tokenizer_name(settings, base), **trust)
     if settings.tokenizer_name is not None and tokenizer is not None:
         own_name = _tokenizer_name(replace(settings, tokenizer_name=None), base) or whole
-        fault = load.another_tokenizer(settings.tokenizer_name, tokenizer, own_name, **trust)
+        own = load.own_tokenizer(own_name, **trust)
+        fault = another_tokenizer(settings.tokenizer_name, tokenizer, own_name, own)
         if fault is not None:
             raise ValueError(f"--tokenizer_name {fault}. Leave out --tokenizer_name")
     # Text is cheaper to find fault with than weights are to load.
@@ -147,13 +149,13 @@ def tokenizer_for(
     vocab_size = config.get_text_config().vocab_size
     if tokenizer_name is not None:
         tokenizer = load.load_tokenizer(tokenizer_name, trust_remote_code=trust_remote_code)
-    elif load.is_preset(name_or_path):
+    elif presets.is_preset(name_or_path):
         tokenizer = None
     else:
         try:
             tokenizer = load.load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
         except ValueError:
-            if vocab_size != load.PRESETS["demo"]["vocab_size"]:
+            if vocab_size != presets.PRESETS["demo"]["vocab_size"]:
                 raise
             tokenizer = None
     # Tokens added to it, padding for one, are no harm until a text has them.

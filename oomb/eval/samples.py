@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from oomb.data.encode import SEPARATOR_ID
-from oomb.eval.passes import as_evaluated
+
+if TYPE_CHECKING:
+    from oomb.engine.engine import Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,3 +54,16 @@ def decode(ids_T: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> str:
     if tokenizer is None:
         return bytes(i for i in ids_T.tolist() if i < SEPARATOR_ID).decode(errors="replace")
     return str(tokenizer.decode(ids_T.tolist(), skip_special_tokens=True))
+
+
+@contextmanager
+def as_evaluated(engine: Engine) -> Iterator[None]:
+    """No graph, no dropout."""
+    module = engine.model.lm
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(was_training)

@@ -8,59 +8,43 @@ backbone taken out, so that logit scaling and soft-capping are the model's own a
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from oomb.models.checks import (
     UnsupportedModelError,
-    attention_dropout_text,
     refuse_attention_dropout,
     refuse_idle_layers,
     unwrap,
 )
+from oomb.models.hooks import (
+    ATTENTION_FIELD,
+    ATTENTION_NAME,
+    CALL,
+    LIKE_EAGER,
+    Pass,
+    as_part_of,
+    gate,
+    here,
+    one_at_a_time,
+    route,
+)
+from oomb.models.rope import append_last_position, depends_on_length, drop_last_position, length_state
 from oomb.models.state import ModelState
 
-ATTENTION_NAME, ATTENTION_FIELD = "oomb", "_attn_implementation_internal"
-CALL = "_compiled_call_impl"
-LIKE_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
-"""Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
-fill pass and that for the gradient pass drop different activations."""
-OUTSIDE = (
-    "{} was called from outside of an engine's pass over its model, by another thread or by a callback: call the model "
-    "while no engine computes it, or use engine.loss or engine.logprobs, which wait for their turn"
-)
 PLACEHOLDERS = (
     *(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")),
     *(f"{kind}_context_token_id" for kind in ("img", "video")),
 )
-KNOWN_ARGUMENTS = ("position_ids", "cache_position")
-"""Tensors that models pass on to attention without a bearing on it."""
-
-
-class Pass(Protocol):
-    """One walk over the chunks. The attention of every layer goes through it."""
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -75,58 +59,6 @@ class LayerShape:
     dtype: torch.dtype
 
 
-one_at_a_time = threading.RLock()
-"""Held while a pass runs, and while its memory is taken or given back."""
-
-
-class _Here(threading.local):
-    """What this thread computes."""
-
-    chunk_of: Pass | None = None
-    """The pass whose chunk it is. Of no other thread: theirs may call the model for reasons of their own."""
-
-
-_here = _Here()
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The function that models call as their attention. Takes [B, H, T, D], returns [B, T, H, D]."""
-    layer = getattr(module, "layer_idx", None)
-    name = f"{type(module).__name__} of layer {layer}"
-    if _here.chunk_of is None:
-        raise RuntimeError(OUTSIDE.format(name))
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    extra = [key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in KNOWN_ARGUMENTS]
-    if layer is None or attention_mask is not None or not causal or extra:
-        raise UnsupportedModelError(
-            f"{name} does not ask for plain causal attention{f' (it passes {extra[0]})' if extra else ''}, so chunks "
-            "cannot stand for it"
-        )
-    if dropout:
-        raise ValueError(attention_dropout_text(name, dropout))
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = _here.chunk_of.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
-
-
 class CausalLM:
     """A Hugging Face causal LM, PEFT-wrapped or not, as the engine uses it."""
 
@@ -138,7 +70,7 @@ class CausalLM:
         self.pad_token_id = _own_pad_token(self.config, self.lm.config)
         self.placeholders = _placeholders(_configs(self.lm))
         self.num_positions = learned_positions(self.backbone, self.config)
-        self.rotaries = [m for m in self.backbone.modules() if _depends_on_length(m)]
+        self.rotaries = [m for m in self.backbone.modules() if depends_on_length(m)]
         self._pass: Pass | None = None
         """The one that is running."""
         self.total_length = 0
@@ -171,11 +103,11 @@ class CausalLM:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let this thread compute a chunk of the pass that is running. Without it, calls of the model raise."""
-        outer, _here.chunk_of = _here.chunk_of, self._pass
+        outer, here.chunk_of = here.chunk_of, self._pass
         try:
             yield
         finally:
-            _here.chunk_of = outer
+            here.chunk_of = outer
 
     def note_attention(self, layer: int, window: int | None) -> None:
         """Called for every attention of a layer. Those that a backward computes again are not counted."""
@@ -227,7 +159,7 @@ class CausalLM:
             state.refuse_changes(now, with_sums=with_sums)
             # First of all: whoever calls the model from here on must not see what follows.
             for module in self._parts():
-                _route(undo, module, _gate(module, vars(module).get(CALL) or module._call_impl))
+                route(undo, module, gate(module, vars(module).get(CALL) or module._call_impl))
             for module, mode, mode_now in zip(self.lm.modules(), state.modes, now.modes, strict=True):
                 if mode != mode_now:
                     undo.callback(setattr, module, "training", mode_now)
@@ -241,11 +173,13 @@ class CausalLM:
                     undo.callback(setattr, layer, "gradient_checkpointing", True)
                     setattr(layer, "gradient_checkpointing", False)  # noqa: B010
             for rotary in self.rotaries:
-                for name, value in _frequencies(rotary).items():
+                for name, value in length_state(rotary).items():
                     undo.callback(setattr, rotary, name, value)
-                show_all = rotary.register_forward_pre_hook(partial(_append_last, total_length), with_kwargs=True)
+                show_all = rotary.register_forward_pre_hook(
+                    partial(append_last_position, total_length), with_kwargs=True
+                )
                 undo.callback(show_all.remove)
-                undo.callback(rotary.register_forward_hook(_drop_last).remove)
+                undo.callback(rotary.register_forward_hook(drop_last_position).remove)
             outer, outer_length = self._pass, self.total_length
             self._pass, self.total_length = pass_, total_length
             try:
@@ -270,44 +204,9 @@ class CausalLM:
                         self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False, options=LIKE_EAGER)
                     call = self._compiled[layer]
                 if checkpointed:
-                    call = partial(checkpoint, _as_part_of(self._pass, call), use_reentrant=False)
-                _route(undo, layer, _gate(layer, call))
+                    call = partial(checkpoint, as_part_of(self._pass, call), use_reentrant=False)
+                route(undo, layer, gate(layer, call))
             yield
-
-
-def _route(undo: ExitStack, module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have calls of a module go to `call`, through the slot that `nn.Module.compile` uses, until `undo`."""
-    users_own = vars(module).get(CALL)
-    if users_own is None:
-        undo.callback(delattr, module, CALL)
-    else:
-        undo.callback(setattr, module, CALL, users_own)
-    setattr(module, CALL, call)
-
-
-def _gate(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, for the thread that computes a chunk. Others would compute with half of the model changed."""
-
-    def gated(*args: Any, **kwargs: Any) -> Any:
-        if _here.chunk_of is None:
-            raise RuntimeError(OUTSIDE.format(type(module).__name__))
-        return call(*args, **kwargs)
-
-    # Users may have compiled the modules around it. Traced, it would be compiled anew in every pass.
-    return torch.compiler.disable(gated, recursive=False)
-
-
-def _as_part_of(pass_: Pass | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, as a part of this pass's chunk in whatever thread autograd makes it again."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        outer, _here.chunk_of = _here.chunk_of, pass_
-        try:
-            return call(*args, **kwargs)
-        finally:
-            _here.chunk_of = outer
-
-    return called
 
 
 class _Recorder:
@@ -331,34 +230,6 @@ class _Recorder:
         self.model.note_attention(layer, window)
         self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[3], v.shape[3], window, k.dtype)
         return q.new_zeros(*q.shape[:3], v.shape[3])
-
-
-def callers_autocast(device_type: str) -> torch.autocast:
-    """The autocast that is on now, to be entered again in the backward. Without its cache, which would hand weights
-    that were cast without a graph to a pass that needs one."""
-    return torch.autocast(
-        device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-        cache_enabled=False,
-    )
-
-
-def is_running() -> bool:
-    """Whether this thread computes a chunk of an engine's pass."""
-    return _here.chunk_of is not None
-
-
-def is_checkpointing(model: nn.Module) -> bool:
-    """Whether a layer recomputes itself in the backward because the model's own switch says so."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def switch_checkpointing(model: nn.Module, *, on: bool) -> None:
-    """That switch. Releases of transformers call it activation checkpointing or gradient checkpointing."""
-    end = "enable" if on else "disable"
-    name = f"activation_checkpointing_{end}"
-    getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{end}")()
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
@@ -433,39 +304,3 @@ def _without_backbone(lm: PreTrainedModel) -> PreTrainedModel:
     head.__dict__.pop("forward", None)
     head._modules = {**lm._modules, lm.base_model_prefix: _Given()}
     return head
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(kind == "longrope" or (isinstance(kind, str) and "dynamic" in kind) for kind in kinds)
-
-
-def _frequencies(rotary: nn.Module) -> dict[str, Any]:
-    """What such a RoPE remembers of the sequences it has seen."""
-    names = [name for name in (*vars(rotary), *rotary._buffers) if name.endswith(("inv_freq", "max_seq_len_cached"))]
-    return {name: getattr(rotary, name) for name in names}
-
-
-def _append_last(total_length: int, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Such a RoPE takes the largest position for the length, so it is shown the last one of the whole sequence too."""
-    position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    last = position_ids.new_full((*position_ids.shape[:-1], 1), total_length - 1)
-    position_ids = torch.cat([position_ids, last], dim=-1)
-    # It may also remember the longest sequence so far. The two passes of a sequence must see the same frequencies
-    # whatever ran in between, so it starts afresh.
-    for field in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
-        setattr(rotary, field, rotary.original_max_seq_len)
-    for field in [name for name in (*vars(rotary), *rotary._buffers) if name.endswith("original_inv_freq")]:
-        # A copy, and one that can be written at any time: some releases of transformers write the frequencies of long
-        # sequences into the tensor that they find.
-        with torch.inference_mode(False):
-            frequencies = getattr(rotary, field).to(position_ids.device, copy=True)
-        setattr(rotary, field.removesuffix("original_inv_freq") + "inv_freq", frequencies)
-    if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": position_ids}
-    return (args[0], position_ids, *args[2:]), kwargs
-
-
-def _drop_last(rotary: nn.Module, args: Any, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(x[..., :-1, :] for x in cos_sin)

@@ -10,119 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomb.models import weight_files
+from oomb.models.presets import PRESETS, is_preset, preset_config
 from oomb.utils.dtypes import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# A preset is a shape: the arguments of the Hugging Face config, without weights and without a tokenizer.
-PRESETS: dict[str, dict[str, Any]] = {
-    "demo": {
-        # Small enough for two CPU cores at 16K tokens, where attention is nearly all the work: hence few, narrow heads.
-        # 264 = 256 bytes, the specials of `oomb.data`, and padding to a multiple of 8, which matrix units like.
-        "model_type": "llama",
-        "vocab_size": 264,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 1 << 22,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        # Wider than the usual 0.02, which suits models thirty times as wide and learns slowly here.
-        "initializer_range": 0.05,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": 257,
-    },
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-}
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
-
-
-def is_preset(name: str) -> bool:
-    """In capitals too, unless a folder is called so: `SmolLM2-135M` may be a model that someone has saved."""
-    return name in PRESETS or (name.lower() in PRESETS and not Path(name).is_dir())
-
-
-def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The Hugging Face config of a preset, e.g. `preset_config("qwen2.5-7b", num_hidden_layers=2)`."""
-    from transformers import AutoConfig
-
-    if not is_preset(name):
-        raise ValueError(f"no preset is called {name!r}; the presets are {', '.join(PRESETS)}")
-    shape = {**PRESETS[name.lower()], **overrides}
-    return AutoConfig.for_model(shape.pop("model_type"), **shape)
-
-
-def holds_adapters(name: str) -> bool:
-    """Whether a folder holds LoRA adapters and no model."""
-    path = Path(name).expanduser()
-    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
 
 
 def check_model_name(name: str) -> None:
@@ -275,26 +170,6 @@ def load_weights(
     return model
 
 
-def with_lora(network: nn.Module) -> Any:
-    """LoRA as plans and measurements have it: rank 16, on all linear layers."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ValueError("--lora needs peft: pip install peft") from None
-    return get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
-
-
-def autocast_for(network: nn.Module) -> torch.autocast:
-    """The precision that `oomb train` computes in: where float32 adapters stand beside weights in bfloat16, that of the
-    weights. PEFT alone would cast its inputs to float32."""
-    import torch
-
-    first = next(p for p in network.parameters() if p.is_floating_point())
-    has_wide = any(p.requires_grad and p.dtype.itemsize > first.dtype.itemsize for p in network.parameters())
-    is_short = first.dtype is torch.bfloat16
-    return torch.autocast(first.device.type, torch.bfloat16, enabled=has_wide and is_short and first.is_cuda)
-
-
 def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or a hub id. Presets have none: they read bytes (see `oomb.data`)."""
     from transformers import AutoTokenizer
@@ -317,23 +192,14 @@ def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> Pre
         raise ValueError(f"{name_or_path} holds no tokenizer that transformers can load ({error})") from error
 
 
-def another_tokenizer(
-    name: str, tokenizer: PreTrainedTokenizerBase, model: str, *, trust_remote_code: bool = False
-) -> str | None:
-    """What is wrong with a tokenizer for a model that has one of its own: ids of another mean other words to it, though
-    all may be in its vocabulary. None where nothing is."""
-    from oomb.data.encode import difference_in_ids
-
-    if name == model or is_preset(model):
+def own_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that was saved with a model, or None if there is none that can be read."""
+    if is_preset(model):
         return None
     try:
-        own = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        return load_tokenizer(model, trust_remote_code=trust_remote_code)
     except ValueError:
-        return None  # It has none that can be read: that is what naming one is for.
-    difference = difference_in_ids(own, tokenizer, (model, name))
-    if difference is None:
         return None
-    return f"{name} is another tokenizer than that of {model}, which would read its ids as other words: {difference}"
 
 
 def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
@@ -412,3 +278,9 @@ def _why_offline() -> str | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split(os.linesep)[0] or type(error).__name__
+
+
+def holds_adapters(name: str) -> bool:
+    """Whether a folder holds LoRA adapters and no model."""
+    path = Path(name).expanduser()
+    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from oomb.models.causal_lm import decoder_layers, learned_positions
-from oomb.planner.placement import LayerFacts, ModelFacts
+from oomb.models.shape import LayerFacts, ModelFacts
 
 RECORDER_NAME = "oomb_recorder"
 _recording = threading.local()

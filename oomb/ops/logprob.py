@@ -22,7 +22,7 @@ FUSED_TILE = 5 * 2**26
 to keep a GPU's matrix units busy and to add to the head's gradient seldom."""
 
 
-class _TargetLogProb(torch.autograd.Function):
+class TargetLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, forward: Function, backward: Function) -> Tensor:
         logp, lse = forward(logits_NV, targets_N)
@@ -35,14 +35,14 @@ class _TargetLogProb(torch.autograd.Function):
         return ctx.math(*ctx.saved_tensors, dlogp_N), None, None, None
 
 
-def _forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+def target_logprob(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
     lse = logits.logsumexp(-1)
     picked = logits.gather(-1, targets_N.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return torch.where(targets_N == IGNORED, 0.0, picked - lse), lse
 
 
-def _backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, dlogp_N: Tensor) -> Tensor:
+def target_logprob_backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, dlogp_N: Tensor) -> Tensor:
     logits = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
     scale = torch.where(targets_N == IGNORED, 0.0, dlogp_N).unsqueeze(-1)
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets_N.unsqueeze(-1)
@@ -50,7 +50,7 @@ def _backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, dlogp_N: Tens
     return (scale * (is_target.to(probs.dtype) - probs)).to(logits_NV.dtype)
 
 
-def _counted(targets_BT: Tensor, device: torch.device) -> tuple[Tensor | slice, Tensor]:
+def rows_with_targets(targets_BT: Tensor, device: torch.device) -> tuple[Tensor | slice, Tensor]:
     """The rows that the head must run on, and their targets. All of them if most count: leaving out a few would only
     spoil the shape."""
     targets = targets_BT.flatten()
@@ -60,7 +60,7 @@ def _counted(targets_BT: Tensor, device: torch.device) -> tuple[Tensor | slice, 
     return rows.to(device), targets[rows].to(device)
 
 
-def _tiles(most_rows: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def tiles_of(most_rows: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Slices of one size (but the last) of all tensors along their first dimension, of `most_rows` at the most."""
     total = rows[0].shape[0]
     if total == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from oomb.planner.placement import Request
+    from oomb.planner.request import Request
 
 PLAIN_TILE, FUSED_TILE = 2**26, 5 * 2**26
 """Logits per tile of the head, as `oomb.loss` has them; a test holds the two to be equal."""

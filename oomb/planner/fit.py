@@ -11,7 +11,9 @@ from typing import Any
 
 from oomb.config import Config
 from oomb.memory.pool import OutOfPages
-from oomb.planner.placement import MARGIN, ModelFacts, Placement, Request, host_budget, place
+from oomb.models.shape import ModelFacts
+from oomb.planner.placement import place
+from oomb.planner.request import MARGIN, Placement, Request, host_budget
 from oomb.utils.dtypes import ITEMSIZES
 from oomb.utils.units import GIB, four_digits, gib
 

@@ -6,209 +6,26 @@ and settles what is left to "auto": for the engine by what is really free, for `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 
 from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory.pool import GPU, HOST
-from oomb.memory.rows import pair_bytes, row_bytes, staging_bytes
+from oomb.memory.rows import staging_bytes
 from oomb.memory.selected import NUM_BUFFERS, Choosing, buffer_bytes, most_chosen, table_bytes
 from oomb.planner.activations import step_needs
-from oomb.utils.dtypes import ITEMSIZES
+from oomb.planner.request import MARGIN, Placement, Request, Term, host_budget
 from oomb.utils.units import gib, parse_bytes
 
 OPERATIONS_PER_BYTE = 12_800
 """Of matrix products, in the time that the link takes for a byte: 575 TFLOP/s and 45 GB/s (`oomb.forecast`)."""
-MARGIN = 0.9
-"""Share of what is left that "auto" gives to pages, and at which a chunk's activations count as fitting."""
 OPTIONAL_SHARE = 0.75
 """Share of the free host memory up to which attention outputs are kept there without being asked for."""
 CPU_OPTIONAL_SHARE = 0.25
 """The same for a model on a CPU, where weights, activations and pages compete for one memory."""
 LEAST_KEPT = 1 / 16
 """Share of the tokens whose attention outputs are worth the trouble of keeping them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerFacts:
-    """Attention of one layer, as its tensors are."""
-
-    num_kv_heads: int
-    head_size: int
-    value_size: int
-    num_query_heads: int
-    window: int | None = None
-    itemsize: int | None = None
-    """Bytes per number in which attention computes, as autocast has it; None: the model's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """All that memory and time depend on."""
-
-    layers: tuple[LayerFacts, ...]
-    hidden_size: int
-    vocab_size: int
-    itemsize: int
-    """Bytes per number that the model computes in."""
-    weight_bytes: int
-    """Parameters and buffers."""
-    grad_bytes: int
-    """`.grad` of all trainable parameters, in their own dtype."""
-    float32_sum_bytes: int
-    """float32 sums of those that have less than 4 bytes."""
-    wide_grad_bytes: int
-    """`.grad` of the others, which need no sum."""
-    head_grad_bytes: int
-    """Gradient of the head's weight, made in one piece for each tile; 0 where it is frozen."""
-    layer_width: int
-    """Inputs and outputs of the matrices of a layer; of experts, those that a token uses."""
-    has_adapters: bool
-    """The base is frozen, small matrices beside it are trained."""
-    has_wide_adapters: bool
-    """They compute in more bytes than the base, as PEFT's float32 ones do outside of autocast."""
-    active_matrix_elements: int
-    """Elements of the matrices that a token is multiplied with."""
-    trained_matrix_elements: int
-    trainable_elements: int
-    num_positions: int | None = None
-    """How many positions the model has learned; None if it computes them."""
-
-    def missing_grad_bytes(self, float32_sums: bool) -> int:
-        """What a gradient pass takes for parameter gradients when none exists yet."""
-        return self.float32_sum_bytes + self.wide_grad_bytes if float32_sums else self.grad_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """One use of memory."""
-
-    name: str
-    tier: str
-    num_bytes: int
-    grows: bool = False
-    """With the context."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """What is kept, and where. The oldest tokens lie on the GPU: every later chunk reads them."""
-
-    checkpoint_layers: bool
-    keep_last_chunk: bool
-    capacity: int
-    """Tokens that later chunks read: all but those of the last chunk."""
-    gpu_tokens: int
-    """Tokens whose K and V lie on the GPU; the rest of `capacity` lies on the host."""
-    gpu_grad_tokens: int
-    """The same for their gradients. With chosen pages K and V go first: the fill pass waits for them."""
-    out_tokens: int
-    """The last so many of `capacity` have their attention outputs kept: with dense attention those cost most."""
-    gpu_out_tokens: int
-    """Of these, those on the GPU: none of them or all."""
-    terms: tuple[Term, ...]
-
-    @property
-    def host_tokens(self) -> int:
-        return self.capacity - self.gpu_tokens
-
-    @property
-    def keep_attention(self) -> bool:
-        """Whether any attention outputs are kept."""
-        return self.out_tokens > 0
-
-    @property
-    def host_out_tokens(self) -> int:
-        return self.out_tokens - self.gpu_out_tokens
-
-    @property
-    def gpu_bytes(self) -> int:
-        """What grows with the context, on the GPU."""
-        return _total(self.terms, GPU, grows=True)
-
-    @property
-    def host_bytes(self) -> int:
-        return _total(self.terms, HOST, grows=True)
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a step takes on the GPU beside that: gradients, activations, staging buffers."""
-        return _total(self.terms, GPU, grows=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A sequence and the memory there is for it: the arguments of `decide`."""
-
-    facts: ModelFacts
-    config: Config
-    batch_size: int
-    length: int
-    trains: bool
-    float32_sums: bool
-    fused: bool
-    gpu_room: int | None
-    host_room: int
-    missing_grad_bytes: int
-    optimizer_bytes: int
-    is_only: bool = True
-    """No other sequence is to have pages at the same time."""
-    state_bytes: int = 0
-    """Optimizer states that exist and are not yet taken off `gpu_room`."""
-
-    @property
-    def room(self) -> float:
-        """Bytes that this step may take on the model's device; of a CPU only what grows with the context is bounded."""
-        return float("inf") if self.gpu_room is None else float(self.gpu_room - self.state_bytes)
-
-    @property
-    def capacity(self) -> int:
-        return (self.length - 1) // self.config.chunk_size * self.config.chunk_size
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens computed at once, over the whole batch."""
-        return self.batch_size * min(self.config.chunk_size, self.length)
-
-    @property
-    def is_fused(self) -> bool:
-        """Compiled code serves full chunks."""
-        return self.fused and self.length >= self.config.chunk_size
-
-    @property
-    def sparse_layers(self) -> list[int]:
-        """Those that choose pages."""
-        if self.config.page_budget is None or not self.capacity:
-            return []
-        return [index for index, layer in enumerate(self.facts.layers) if layer.window is None]
-
-    def is_quantised(self, field: int) -> bool:
-        """Whether K and V (0) or their gradients (1) rest in 8 bits."""
-        return (self.config.kv_dtype, self.config.grad_dtype)[field] == "int8"
-
-    @cached_property
-    def rows(self) -> list[tuple[int, int, int]]:
-        """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
-        # Most layers are alike, and a search for settings asks thousands of times.
-        found = {layer: self._row(layer) for layer in set(self.facts.layers)}
-        return [found[layer] for layer in self.facts.layers]
-
-    def _row(self, layer: LayerFacts) -> tuple[int, int, int]:
-        size = layer.itemsize or self.facts.itemsize
-        kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
-        heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
-        return (
-            pair_bytes(heads, layer.head_size, layer.value_size, kv),
-            pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.trains else 0,
-            row_bytes(queries * layer.value_size * size, queries * max(4, size)),
-        )
-
-
-def host_budget(config: Config, room: int) -> int:
-    """What may be taken of `room` bytes of host memory."""
-    return int(MARGIN * room) if config.host_memory == "auto" else min(room, parse_bytes(config.host_memory))
 
 
 def place(request: Request) -> tuple[Placement, str | None]:
@@ -445,7 +262,3 @@ def _gpu_budget(request: Request, needed: int, staging: int) -> float:
     if request.facts.has_adapters:
         left -= request.optimizer_bytes
     return max(0.0, min(parse_bytes(request.config.gpu_memory), left - staging))
-
-
-def _total(terms: tuple[Term, ...], tier: str, *, grows: bool) -> int:
-    return sum(term.num_bytes for term in terms if term.tier == tier and term.grows is grows)

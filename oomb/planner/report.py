@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -15,13 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from oomb.config import OFFLOADED_STATES, Config
-from oomb.memory.host import free_host_bytes
 from oomb.memory.pool import GPU, HOST
-from oomb.models import load
+from oomb.models import adapters, load
 from oomb.models.checks import UnsupportedModelError, unwrap
 from oomb.models.probe import facts_of
-from oomb.planner.forecast import CARDS, Machine, Plan, forecast, machine_named, request_for, step_terms
-from oomb.planner.placement import MARGIN, ModelFacts, Term, place
+from oomb.models.shape import ModelFacts
+from oomb.planner.forecast import Plan, forecast, request_for, step_terms
+from oomb.planner.hardware import Machine
+from oomb.planner.placement import place
+from oomb.planner.request import MARGIN, Term
 from oomb.planner.suggest import Answer, answer
 from oomb.utils import dtypes, units
 from oomb.utils.units import parse_bytes, short_tokens
@@ -294,35 +295,8 @@ def facts_for(
             if "meta device" not in str(error):
                 raise
         if lora:
-            network = load.with_lora(network)
+            network = adapters.with_lora(network)
     return facts_of(network, autocast=lora and precision is torch.bfloat16)
-
-
-def find_machine(gpu: str | None, host: str | None) -> Machine:
-    """The machine that is meant: a card by its name or its memory, this machine's where nothing is said."""
-    host_bytes = free_host_bytes() if host in (None, "auto") else _size(str(host), "--host")
-    if gpu is None:
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"this machine has no GPU, so say for which one to plan: --gpu {' | '.join(CARDS)}, or its memory, as "
-                "in --gpu 24GiB"
-            )
-        properties = torch.cuda.get_device_properties(0)
-        return Machine(gpu_bytes=properties.total_memory, host_bytes=host_bytes, gpu_name=properties.name)
-    if gpu.strip()[:1].isdigit():
-        return Machine(gpu_bytes=_size(gpu, "--gpu"), host_bytes=host_bytes)
-    return machine_named(gpu, host_bytes)
-
-
-def _size(text: str, option: str) -> int:
-    """The memory of a machine. Nobody has bytes of it: a number without a unit lacks one, or is half of a name."""
-    bare = re.fullmatch(r"\d+", text.strip()) is not None
-    num_bytes = parse_bytes(text, option)
-    if bare and num_bytes < units.GIB and (num_bytes or option == "--gpu"):
-        card = next((name for name in CARDS if option == "--gpu" and name.split()[-1] == text.strip()), None)
-        meant = f"{text.strip()}GiB" if card is None else repr(card)
-        raise ValueError(f"{option} {text.strip()} is a number of bytes; did you mean {meant}?")
-    return num_bytes
 
 
 def check_plotting(path: str | Path, option: str = "--plot") -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from oomb.cli.options import ENGINE_OPTIONS
 from oomb.config import OFFLOADED_STATES, Config
-from oomb.models.load import is_preset
+from oomb.models.presets import is_preset
+from oomb.models.shape import ModelFacts
 from oomb.planner.fit import (
     BRIM,
     SPARE_HOST_BYTES,
@@ -30,8 +31,11 @@ from oomb.planner.fit import (
     saving_options,
     to_the_brim,
 )
-from oomb.planner.forecast import CARDS, MEASURED_ON, Machine, Plan, forecast, predict_seconds, request_for, state_bytes
-from oomb.planner.placement import MARGIN, ModelFacts, Request, place
+from oomb.planner.forecast import Plan, forecast, request_for, state_bytes
+from oomb.planner.hardware import CARDS, MEASURED_ON, Machine
+from oomb.planner.placement import place
+from oomb.planner.request import MARGIN, Request
+from oomb.planner.step_time import predict_seconds
 from oomb.utils.units import GIB, exact_size, gib, tokens_text
 
 SLOW_SECONDS, SPEED_UP = 3600, 3

@@ -26,7 +26,8 @@ from oomb.engine.head import TiledHead
 from oomb.engine.packing import Given
 from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORED, PLAIN_TILE
-from oomb.trainers.trainer import NO_CHECKPOINTING, Trainer, layout_of, unknown_inputs, with_settings
+from oomb.trainers.arguments import NO_CHECKPOINTING, layout_of, unknown_inputs, with_settings
+from oomb.trainers.trainer import Trainer
 
 OLDEST = "1.15"
 """The first TRL that asks its models for log-probabilities and not for logits."""
@@ -240,98 +241,6 @@ class TRLTrainer(Trainer):
         return getattr(trl, f"{kind}Config")(f"{name.split('/')[-1]}-{kind}")
 
 
-class SFT(TRLTrainer):
-    """Use it as `trl.SFTTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
-    `max_skipped_steps`.
-
-    `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
-    """
-
-    def _refuse(self, args: Any, named: dict[str, Any]) -> None:
-        if named.get("compute_loss_func") is not None:
-            raise ValueError(
-                "compute_loss_func takes logits, which the engine never holds: subclass oomb.SFTTrainer and build the "
-                "loss in compute_loss from self.engine.logprobs(input_ids)"
-            )
-        if named.get("preprocess_logits_for_metrics") is not None:
-            raise ValueError(
-                "preprocess_logits_for_metrics takes logits, which the engine never holds: leave it out; "
-                "compute_metrics gets per-token log-probabilities"
-            )
-
-
-class DPO(TRLTrainer):
-    """Use it as `trl.DPOTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
-    `max_skipped_steps`.
-
-    The reference model, where there is one, has an engine of its own. `compute_metrics` gets per-token
-    log-probabilities [B, T] as `predictions`, not logits.
-    """
-
-    noted: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
-    precompute_ref_logps: bool
-    _precompute_model_hash: Any
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        self._reference: Engine | None = None
-        super().__init__(*given, **options)
-        if self.use_weighting:
-            self.noted = (*self.noted, "log_sum_sq_probs")
-        # A mean over pairs: batches have no labels that could be counted.
-        self.model_accepts_loss_kwargs = False
-        # A reference that cannot be computed in chunks is refused here.
-        _ = self.reference_engine
-
-    @property
-    def reference_engine(self) -> Engine:
-        """The engine of the reference: with PEFT, or with references computed beforehand, that of the model itself."""
-        if self.ref_model is None:
-            return self.engine
-        if self._reference is None:
-            self._reference = Engine(self.ref_model, self.engine_config)
-        return self._reference
-
-    def _precompute_ref_logps(self, *positional: Any, **options: Any) -> Any:
-        # TRL keeps the results on disk by data and weights. They also depend on these, so both are part of the name.
-        model_hash = getattr(self, "_precompute_model_hash", None)
-        self._precompute_model_hash = repr((model_hash, self.ld_alpha, self.engine.config))
-        try:
-            return super()._precompute_ref_logps(*positional, **options)
-        finally:
-            self._precompute_model_hash = model_hash
-
-    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        engine = self.reference_engine
-        is_separate = engine is not self.engine
-        if is_separate:
-            # Engines hold page memory from step to step. These two take turns: both may use all that there is.
-            self.engine.release()
-        try:
-            return super().compute_ref_log_probs(Forward(engine, self.accelerator.autocast), inputs)
-        finally:
-            if is_separate:
-                engine.release()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        is_precomputed = self.precompute_ref_logps
-        if not is_precomputed:
-            # TRL would ask the reference after the model, while the model's pages wait for their backward. Asked
-            # first, and handed over in the batch as if computed beforehand, it has the memory to itself.
-            chosen, rejected = self.compute_ref_log_probs(self.ref_model, inputs)
-            inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        self.precompute_ref_logps = True
-        try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.precompute_ref_logps = is_precomputed
-
-
 class _ByName:
     """Between `oomb.Trainer`, which passes two arguments by their place, and TRL's trainers, whose order varies."""
 
@@ -339,11 +248,8 @@ class _ByName:
         super().__init__(model=model, args=args, **options)  # type: ignore[call-arg]
 
 
-def __getattr__(name: str) -> Any:
-    """`SFTTrainer` and `DPOTrainer` are made when they are first asked for: their bases are TRL's."""
-    ours = {"SFTTrainer": SFT, "DPOTrainer": DPO}.get(name)
-    if ours is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has SFTTrainer and DPOTrainer")
+def trainer_class(name: str, ours: type[TRLTrainer], module: str) -> type[TRLTrainer]:
+    """Return `ours` on top of TRL's trainer of that name. Made when it is first asked for: TRL is optional."""
     try:
         import trl
         from trl.trainer import utils
@@ -354,9 +260,8 @@ def __getattr__(name: str) -> Any:
             f"oomb.{name} needs TRL {OLDEST} or newer; this is {trl.__version__}: pip install --upgrade trl"
         )
     theirs = getattr(trl, name)
-    body = {"trl_class": theirs, "__doc__": ours.__doc__, "__module__": __name__}
-    globals()[name] = type(name, (ours, _ByName, theirs), body)
-    return globals()[name]
+    body = {"trl_class": theirs, "__doc__": ours.__doc__, "__module__": module}
+    return type(name, (ours, _ByName, theirs), body)
 
 
 def _refuse_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:

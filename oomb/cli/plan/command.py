@@ -71,14 +71,14 @@ def plan(
         length = parse_tokens(context, "--context")
         load.check_model_name(model_name_or_path)
         quiet()
-        from oomb.planner import report
+        from oomb.planner import hardware, report
 
         if plot is not None:
             report.check_plotting(plot)
         forecast = report.plan(
             model_name_or_path,
             length,
-            report.find_machine(gpu, host),
+            hardware.find_machine(gpu, host),
             batch_size=batch_size,
             dtype=dtype,
             lora=lora,

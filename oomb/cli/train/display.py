@@ -18,16 +18,14 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from oomb.cli.train.panel import PLAIN_INTERVAL_S, LivePanel, View
+from oomb.cli.progress import PLAIN_INTERVAL_S
+from oomb.cli.train.clock import Clock
+from oomb.cli.train.panel import LivePanel, View
 from oomb.cli.train.signals import Interrupts
 from oomb.engine.engine import Engine
 from oomb.memory.pool import GPU, HOST
-from oomb.planner.forecast import MEASURED_ON, PEAK_TFLOPS, Machine
 from oomb.utils.metrics import JsonLines, MemoryMeter
 from oomb.utils.units import gib, seconds
-
-# Of a step's time, about: the gradient pass computes every chunk again and then its backward, twice the work of that.
-FILL_SHARE = 0.25
 
 NUM_PRINTED = 40
 """Lines that are printed again when a window that got narrower has been cleared."""
@@ -54,12 +52,6 @@ class Facts:
         if not self.flops_per_step or not self.peak_flops:
             return None
         return tokens_per_s / self.tokens_per_step * self.flops_per_step / self.peak_flops
-
-
-def peak_flops(gpu_name: str | None) -> float | None:
-    """FLOP/s of a GPU in bfloat16 by its datasheet, where its name is known."""
-    scale = Machine(gpu_bytes=0, host_bytes=0, gpu_name=gpu_name).scale
-    return None if scale is None else scale * PEAK_TFLOPS[MEASURED_ON] * 1e12
 
 
 class TrainingDisplay(TrainerCallback):
@@ -324,63 +316,3 @@ class TrainingDisplay(TrainerCallback):
         text = Text(line)
         self._printed.append(text)
         self.console.print(text, highlight=False, soft_wrap=True)
-
-
-class Clock:
-    """Where in a step we are, in time: how much is done, and how much is left.
-
-    Chunks take unlike times: later ones attend to more, and the gradient pass is dearer than the fill pass. A whole
-    step's chunks tell how the next one's time will be spent; until there is one, a rule of thumb does.
-    """
-
-    def __init__(self) -> None:
-        self.batch, self.num_batches = 0, 1
-        self.done = 0.0
-        self._forward_only = False
-        self._begun: float | None = None
-        self._marked = 0.0
-        self._left: float | None = None
-        self._marks: dict[tuple[int, str, int, int], float] = {}
-        self._shares: dict[tuple[int, str, int, int], float] = {}
-        self._times: list[float] = []
-
-    def begin(self, num_batches: int, *, forward_only: bool = False) -> None:
-        self.batch, self.num_batches, self.done = 0, max(1, num_batches), 0.0
-        self._forward_only = forward_only
-        self._begun = self._marked = time.monotonic()
-        self._left = None if forward_only else self.pace_s()
-        self._marks = {}
-
-    def chunk_done(self, phase: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._begun is None:
-            self._begun = now
-        key = self.batch, phase, done, total
-        elapsed = now - self._begun
-        self._marks[key] = elapsed
-        share = done / total
-        if not self._forward_only:
-            share = FILL_SHARE * share if phase == "fill" else FILL_SHARE + (1 - FILL_SHARE) * share
-        guess = min((self.batch + share) / self.num_batches, 1.0)
-        self.done = guess if self._forward_only else self._shares.get(key, guess)
-        self._marked, self._left = now, elapsed / max(self.done, 1e-9) * (1 - self.done)
-
-    def step_done(self) -> float:
-        """Seconds that the step took."""
-        took = 0.0 if self._begun is None else time.monotonic() - self._begun
-        self._times.append(took)
-        self._shares = {key: at / max(took, 1e-9) for key, at in self._marks.items()}
-        self._begun = self._left = None
-        return took
-
-    def pace_s(self) -> float | None:
-        """Seconds of a step: of all but the first, which may compile; in the first, what it will come to."""
-        if self._times:
-            return mean(self._times[1:] or self._times)
-        if self._begun is None or not self.done or self._forward_only:
-            return None
-        return (self._marked - self._begun) / self.done
-
-    def left_s(self) -> float | None:
-        """Seconds left of the step, or of the evaluation."""
-        return None if self._left is None else max(0.0, self._left - (time.monotonic() - self._marked))

@@ -3,9 +3,7 @@ files before it, a bar."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleRenderable, Group, RenderableType
@@ -13,7 +11,6 @@ from rich.control import Control
 from rich.live import Live
 from rich.live_render import LiveRender
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.segment import ControlType
 from rich.text import Text
 
@@ -29,9 +26,6 @@ MARGIN = 4
 """Columns left free on the right: the terminal echoes ^C at the cursor, which stands at the end of the panel. On the
 last column the echo would begin a new line, and the next frame would be drawn one line too low."""
 LEVELS, BAR = "▁▂▃▄▅▆▇█", ("━", "─")
-PLAIN_INTERVAL_S = 30.0
-"""Between two plain lines, where the output is no terminal. Steps of a million tokens take minutes, and silence looks
-like a crash."""
 PLAIN_LEVELS, PLAIN_BAR = "_.-=*#", ("#", "-")
 """For terminals that do not speak Unicode."""
 
@@ -230,35 +224,3 @@ class LivePanel(Live):
             again = [Group(*self._printed)] if self._printed else []
             return [cleared, *again, *super().process_renderables(renderables)]
         return super().process_renderables(renderables)
-
-
-@contextmanager
-def bytes_bar(
-    console: Console, doing: str, done_so_far: str, *, transient: bool = False
-) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes the bytes done and the total. It draws a bar on a terminal; elsewhere it prints a
-    line now and then. Nothing is shown before the first call. A `transient` bar goes away at the end."""
-    if not console.is_terminal:
-        last = time.monotonic()
-
-        def line(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last > PLAIN_INTERVAL_S:
-                last = time.monotonic()
-                share = done / max(total, 1)
-                console.print(f"{done_so_far} {share:.0%} of {total / 2**20:,.0f} MiB", highlight=False)
-
-        yield line
-        return
-    with Progress(
-        TextColumn(doing),
-        BarColumn(bar_width=20),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("[dim]left"),
-        console=console,
-        transient=transient,
-    ) as bar:
-        task = bar.add_task(doing, total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

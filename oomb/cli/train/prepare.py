@@ -21,8 +21,9 @@ from transformers import (
 from oomb.cli.train.settings import DEMO, TRACKERS, SettingError, Settings
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.data.dataset import open_dataset, unchecked
+from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
-from oomb.models import load
+from oomb.models import load, presets
 from oomb.models.adapters import bits_config
 from oomb.ops.logprob import IGNORED
 from oomb.trainers.trainer import Trainer
@@ -125,18 +126,19 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
     trust = {"trust_remote_code": settings.trust_remote_code}
     if settings.tokenizer_name is not None:
         named = load.load_tokenizer(settings.tokenizer_name, **trust)
-        fault = load.another_tokenizer(settings.tokenizer_name, named, settings.model_name_or_path, **trust)
+        model = settings.model_name_or_path
+        fault = another_tokenizer(settings.tokenizer_name, named, model, load.own_tokenizer(model, **trust))
         if fault is not None:
             remedy = "or train a preset, or a model that was made for this tokenizer"
             raise SettingError("tokenizer_name", f"{fault}. Leave out --tokenizer_name; {remedy}")
         return named
-    if load.is_preset(settings.model_name_or_path):
+    if presets.is_preset(settings.model_name_or_path):
         return None
     try:
         return load.load_tokenizer(settings.model_name_or_path, **trust)
     except ValueError:
         # What `oomb train` saves of a byte-level model has no tokenizer, and reads bytes again.
-        if model_config.get_text_config().vocab_size == load.PRESETS[DEMO]["vocab_size"]:
+        if model_config.get_text_config().vocab_size == presets.PRESETS[DEMO]["vocab_size"]:
             return None
         raise
 
@@ -144,7 +146,7 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
 def what_a_preset_is(settings: Settings) -> str | None:
     """For who names a preset and means the model of that name. None where there is nothing to say."""
     name = settings.model_name_or_path
-    if not load.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
+    if not presets.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
         return None
     text = ", and text is read as bytes" if settings.tokenizer_name is None else ""
     return f"{name} is a preset: random weights{text}. For the trained model name its hub id or a folder."
@@ -301,7 +303,7 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
 
 
 def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch.device) -> Any:
-    if load.is_preset(settings.model_name_or_path):
+    if presets.is_preset(settings.model_name_or_path):
         raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
     return load.load_weights(
         settings.model_name_or_path,

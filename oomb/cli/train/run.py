@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
+from oomb.cli.progress import bytes_bar
 from oomb.cli.report.page import write_report
-from oomb.cli.train import output_dir as outputs
-from oomb.cli.train import prepare, yaml_file
+from oomb.cli.train import output_dir as output_dir_module
+from oomb.cli.train import prepare, save, summary, yaml_file
 from oomb.cli.train.before_after import Probe
-from oomb.cli.train.display import Facts, TrainingDisplay, peak_flops
-from oomb.cli.train.panel import bytes_bar
+from oomb.cli.train.display import Facts, TrainingDisplay
 from oomb.cli.train.prepare import Precision
 from oomb.cli.train.save_timer import KEPT, TimedCheckpoints
 from oomb.cli.train.settings import AUTO, Settings
@@ -30,10 +30,11 @@ from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split, Windows
-from oomb.eval.bench import step_flops
 from oomb.memory.host import free_host_bytes
 from oomb.models import load
-from oomb.planner.placement import Placement, host_budget
+from oomb.planner.flops import step_flops
+from oomb.planner.hardware import peak_flops
+from oomb.planner.request import Placement, host_budget
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import NonFiniteError
 from oomb.trainers.trainer import Trainer
@@ -56,11 +57,11 @@ def run(settings: Settings, console: Console) -> int:
     if settings.dataset != STDLIB:
         find_documents(settings.dataset)
     is_auto = settings.resume_from_checkpoint == AUTO
-    settings = replace(settings, resume_from_checkpoint=outputs.checkpoint_of(settings))
-    first_step = outputs.first_step(settings)
-    output_dir = outputs.output_dir_of(settings)
+    settings = replace(settings, resume_from_checkpoint=output_dir_module.checkpoint_of(settings))
+    first_step = output_dir_module.first_step(settings)
+    output_dir = output_dir_module.output_dir_of(settings)
     with locked(output_dir):
-        outputs.refuse_used(settings, output_dir, may_start_anew=is_auto)
+        output_dir_module.refuse_used(settings, output_dir, may_start_anew=is_auto)
         if is_auto:
             found = f"going on from {settings.resume_from_checkpoint}"
             found = found if first_step else f"no checkpoint in {output_dir}: starting at the first step"
@@ -93,7 +94,7 @@ def _run(
         split = prepare.load_windows(settings, tokenizer, vocab_size, device, report_check)
     probe = Probe(settings, split, tokenizer)
     told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
-    for change in outputs.changes(replace(told, resume_from_checkpoint=resume)):
+    for change in output_dir_module.changes(replace(told, resume_from_checkpoint=resume)):
         console.print(f"[yellow]{escape(change)}[/]", highlight=False, soft_wrap=True)
     arguments = prepare.arguments_of(told, device, precision.mixed)
     if first_step >= arguments.max_steps:
@@ -104,7 +105,7 @@ def _run(
     model = prepare.load_model(settings, model_config, precision.dtype, device)
     trainer = prepare.trainer_of(told, model, arguments, config, split)
     trainer.remove_callback(PrinterCallback)
-    trainer.keep_free_bytes = outputs.saved_bytes(model) + outputs.BESIDE_BYTES
+    trainer.keep_free_bytes = save.saved_bytes(model) + save.BESIDE_BYTES
     if settings.save_minutes:
         timed = TimedCheckpoints(settings.save_minutes)
         trainer.add_callback(timed)
@@ -115,14 +116,14 @@ def _run(
         # Fails here, with the numbers, if a step will not fit.
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, prepare.longest(settings, split))
 
-    outputs.check_room(model, output_dir)
-    if resume is None and outputs.is_broken_off(output_dir):
+    save.check_room(model, output_dir)
+    if resume is None and output_dir_module.is_broken_off(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
     if resume is None:
         # Before the settings of this run replace those of the run that wrote them.
         checkpoints.set_aside(output_dir, None)
-    config_text = yaml_file.write(outputs.portable(told))
+    config_text = yaml_file.write(output_dir_module.portable(told))
     (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
@@ -158,7 +159,7 @@ def _run(
                     interrupts.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
                     if stopped:
                         _save_checkpoint(trainer, display)
-                    saved_to = outputs.save_somewhere(model, tokenizer, output_dir, lambda line: _warn(line, display))
+                    saved_to = save.save_somewhere(model, tokenizer, output_dir, lambda line: _warn(line, display))
                     if saved_to.parent != output_dir:
                         _move(log, saved_to.parent, config_text, display)
                 step = trainer.state.global_step
@@ -184,16 +185,16 @@ def _run(
             checkpoints.clean(output_dir)
             what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
             console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
-            if outputs.newest_checkpoint(output_dir) is not None:
-                console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
+            if output_dir_module.newest_checkpoint(output_dir) is not None:
+                console.print(summary.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
         interrupts.release()
         if stopped:
             where = f"the model as of then is in {saved_to}" if saved_to else _nothing_saved(output_dir)
             text = escape(f"stopped after step {step} of {arguments.max_steps}; {where}")
             console.print(f"[yellow]{text}[/]", highlight=False, soft_wrap=True)
-        if ended == "lost" and outputs.newest_checkpoint(output_dir) is not None:
-            console.print(outputs.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
+        if ended == "lost" and output_dir_module.newest_checkpoint(output_dir) is not None:
+            console.print(summary.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
         if saved_to is not None:
             places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
             if settings.report:
@@ -201,9 +202,13 @@ def _run(
             title = "Stopped" if stopped else "Done"
             console.print(display.summary(title, (before, after), time.monotonic() - started, places))
             next_steps = (
-                (outputs.how_to_go_on(output_dir) if outputs.newest_checkpoint(output_dir) is not None else "")
+                (
+                    summary.how_to_go_on(output_dir)
+                    if output_dir_module.newest_checkpoint(output_dir) is not None
+                    else ""
+                )
                 if stopped
-                else outputs.what_next(settings, split.num_tokens, model, saved_to)
+                else summary.what_next(settings, split.num_tokens, model, saved_to)
             )
             console.print(next_steps, highlight=False, markup=False, soft_wrap=True)
         if ended in ("failed", "lost") or (saved_to is not None and saved_to.parent != output_dir):
@@ -227,13 +232,13 @@ def _reported(run_dir: Path, display: TrainingDisplay) -> dict[str, Path]:
         return {"report": write_report(run_dir)}
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        again = f"{outputs.program()} report {shlex.quote(str(run_dir))}"
+        again = f"{summary.program()} report {shlex.quote(str(run_dir))}"
         _warn(f"the report was not written ({reason}); to try again: {again}", display)
         return {}
 
 
 def _nothing_saved(output_dir: Path) -> str:
-    again = "; the same command starts anew" if outputs.is_broken_off(output_dir) else ""
+    again = "; the same command starts anew" if output_dir_module.is_broken_off(output_dir) else ""
     return f"nothing was saved{again}"
 
 
