@@ -1,0 +1,127 @@
+"""Names from scripts of Hugging Face and TRL: some mean a setting of ours, others are answered with the remedy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from command import invoke
+
+from oomb.cli.train.aliases import ALIASES, MEANT, REMEDIES, refuse_two_values, setting_of
+from oomb.cli.train.settings import KNOWN, PACKING_IN_TRL, SettingError, Settings
+
+TWO_VALUES = "say the same thing differently: give one of them"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def printed(*arguments: str) -> dict[str, object]:
+    result = invoke("train", *arguments, "--print_config")
+    assert result.exit_code == 0, result.output
+    return yaml.safe_load(result.output)
+
+
+def refused(*arguments: str) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output and "No such option" not in result.output
+    [line] = result.output.splitlines()
+    return line
+
+
+def in_file(text: str) -> str:
+    Path("run.yaml").write_text(text)
+    return refused("train", "run.yaml")
+
+
+OTHER_NAMES = [
+    ("dataset_name", "dataset", "texts/"),
+    ("torch_dtype", "dtype", "bfloat16"),
+    ("model", "model_name_or_path", "qwen2.5-0.5b"),
+]
+
+
+@pytest.mark.parametrize(("alias", "name", "value"), OTHER_NAMES)
+def test_other_names_of_a_setting(here: Path, alias: str, name: str, value: str) -> None:
+    for flags in ([f"--{alias}", value], [f"--{alias}={value}"], [f"--{alias}", value, f"--{name}", value]):
+        assert printed(*flags)[name] == value
+    Path("run.yaml").write_text(f"{alias}: {value}\n")
+    assert printed("run.yaml")[name] == value
+    # A flag overrules the file, by whichever name.
+    assert printed("run.yaml", f"--{name}", "demo")[name] == "demo"
+    Path("run.yaml").write_text(f"{name}: {value}\n")
+    assert printed("run.yaml", f"--{alias}", "demo")[name] == "demo"
+    Path("run.yaml").write_text(f"{name}: {value}\n{alias}: {value}\n")
+    assert printed("run.yaml")[name] == value
+    assert alias in MEANT and name in KNOWN
+    assert f"--{name},--{alias}" in invoke("train", "--help").output
+
+
+@pytest.mark.parametrize(("alias", "name", "value"), OTHER_NAMES)
+def test_two_names_with_two_values_are_refused(here: Path, alias: str, name: str, value: str) -> None:
+    message = refused("train", f"--{name}", "demo", f"--{alias}", value)
+    assert message == f"error: --{alias} {value} and --{name} demo {TWO_VALUES}"
+    assert TWO_VALUES in refused("train", f"--{alias}={value}", f"--{name}=demo")
+    message = in_file(f"{alias}: {value}\n\n{name}: demo\n")
+    assert message == f"error: run.yaml, line 3: {name} and {alias} in line 1 {TWO_VALUES}"
+    assert "line 2: " + f"{alias} stands there twice, first in line 1" in in_file(f"{alias}: a\n{alias}: a\n")
+
+
+@pytest.mark.parametrize("command", [["eval", "demo"], ["tokenize", "--output", "tokens"]])
+def test_other_commands_take_the_name_of_the_dataset(here: Path, command: list[str]) -> None:
+    assert "the dataset 'nowhere.txt' is not there" in refused(*command, "--dataset_name", "nowhere.txt")
+    assert TWO_VALUES in refused(*command, "--dataset_name", "nowhere.txt", "--dataset", "stdlib")
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_what_is_not_here_is_answered_with_the_remedy(here: Path, name: str) -> None:
+    remedy = REMEDIES[name]
+    for flags in ([f"--{name}"], [f"--{name}", "true"], [f"--{name}=1"]):
+        assert refused("train", *flags, "--max_steps", "2") == f"error: --{name} {remedy}"
+    assert refused("train", f"--{name.replace('_', '-')}") == f"error: --{name.replace('_', '-')} {remedy}"
+    assert in_file(f"max_steps: 2\n{name}: true\n") == f"error: run.yaml, line 2: {name} {remedy}"
+
+
+def test_remedies_name_what_is_there() -> None:
+    assert not REMEDIES.keys() & (KNOWN.keys() | MEANT.keys())
+    for remedy in REMEDIES.values():
+        assert set(re.findall(r"--(\w+)", remedy)) <= KNOWN.keys()
+    assert ALIASES.keys() <= KNOWN.keys()
+    with pytest.raises(SettingError, match="--no_fp16 is not there: use --bf16"):
+        setting_of("no_fp16")
+    assert setting_of("learning_rate") == "learning_rate"
+    refuse_two_values([])
+    refuse_two_values(["--dataset"])
+
+
+def test_packing_is_a_word(here: Path) -> None:
+    for given, word in (("true", "windows"), ("false", "documents")):
+        said = f"packing takes a word here: {word} is what {given} is in TRL, or use auto"
+        assert refused("train", "--packing", given) == f"error: --{said}"
+        assert refused("train", f"--packing={given.title()}") == f"error: --{said}"
+        assert refused("eval", "demo", "--packing", given) == f"error: --{said}"
+        assert in_file(f"seed: 1\npacking: {given}\n") == f"error: run.yaml, line 2: {said}"
+        with pytest.raises(SettingError, match=said):
+            Settings(packing=given == "true")  # type: ignore[arg-type]
+    for flags in (["--packing"], ["--packing", "--max_steps", "2"], ["--packing", "run.yaml"]):
+        Path("run.yaml").write_text("seed: 1\n")
+        assert "windows is what true is" in refused("train", *flags)
+    assert printed("--packing", "documents")["packing"] == "documents"
+    assert set(PACKING_IN_TRL.values()) == {"windows", "documents"}
+
+
+def test_the_table_in_the_documents_is_true() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    table = text.split("| there | here |\n|---|---|\n")[1].split("\n\n")[0]
+    for line in table.splitlines():
+        there, here = line.strip("| ").split(" | ")
+        for name in re.findall(r"`(\w+)`", there):
+            assert name in REMEDIES
+        for name in re.findall(r"`(\w+)[`:]", here):
+            assert name in KNOWN

@@ -1,0 +1,54 @@
+"""Model shapes, machines and requests for tests of the planner."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from oomb.config import Config
+from oomb.models.shape import LayerFacts, ModelFacts
+from oomb.planner import report
+from oomb.planner.fit import decide
+from oomb.planner.hardware import Machine
+from oomb.planner.request import Placement
+from oomb.utils.units import GIB
+
+MIB = 1 << 20
+
+
+H200 = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=100 * GIB, gpu_name="NVIDIA H200")
+
+
+TINY = ModelFacts(
+    layers=(
+        LayerFacts(num_kv_heads=2, head_size=16, value_size=16, num_query_heads=4, window=None),
+        LayerFacts(num_kv_heads=2, head_size=16, value_size=8, num_query_heads=4, window=32),
+    ),
+    hidden_size=64,
+    vocab_size=500,
+    itemsize=2,
+    weight_bytes=4 * MIB,
+    grad_bytes=4 * MIB,
+    float32_sum_bytes=8 * MIB,
+    wide_grad_bytes=0,
+    head_grad_bytes=500 * 64 * 2,
+    layer_width=1000,
+    has_adapters=False,
+    has_wide_adapters=False,
+    active_matrix_elements=2_000_000,
+    trained_matrix_elements=2_000_000,
+    trainable_elements=2_000_000,
+)
+
+
+@functools.cache
+def facts_for(name: str, lora: bool = False) -> ModelFacts:
+    return report.facts_for(name, lora=lora)
+
+
+def ask(facts: ModelFacts = TINY, config: Config | None = None, **changes: Any) -> Placement:
+    options = {
+        "batch_size": 1, "length": 4096, "trains": True, "float32_sums": True, "fused": True, "gpu_room": GIB,
+        "host_room": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
+    }  # fmt: skip
+    return decide(facts, config or Config(chunk_size=256, page_size=64), **{**options, **changes})

@@ -1,0 +1,46 @@
+"""benchmarks/gradient_error.py on the smallest preset: what its variants do to the gradient."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gradient_error
+import typer
+
+
+def call(out: Path, variants: str) -> Any:
+    app = typer.Typer()
+    app.command()(gradient_error.main)
+    step = ["--model", "demo", "--context", "256", "--chunk-size", "64", "--variants", variants, "--out", str(out)]
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, step)
+
+
+def test_pages_in_eight_bits_are_measured_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs, engine = [], gradient_error.Engine
+
+    def note(network: Any, config: Any) -> Any:
+        configs.append((config.kv_dtype, config.grad_dtype))
+        return engine(network, config)
+
+    monkeypatch.setattr(gradient_error, "Engine", note)
+    done = call(tmp_path / "report.json", "default,int8-kv,int8-pages")
+    assert done.exit_code == 0, done.output
+    assert configs == [("auto", "auto"), ("int8", "auto"), ("int8", "int8")]
+    summary = json.loads((tmp_path / "report.json").read_text())["summary"]
+    assert list(summary) == ["standard", "oomb default", "oomb int8-kv", "oomb int8-pages"]
+    plain, keys, pages = (summary[f"oomb {name}"]["median"] for name in ("default", "int8-kv", "int8-pages"))
+    assert len({plain, keys, pages}) == 3 and max(keys, pages) < 0.1
+
+
+def test_an_unknown_variant_is_refused_before_a_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_error, "load_model", lambda *_, **__: pytest.fail("this takes long"))
+    done = call(tmp_path / "report.json", "default,int4")
+    assert done.exit_code == 2 and "there is no int4; there are default, bf16-sums" in done.output

@@ -1,0 +1,115 @@
+"""A run killed with SIGKILL again and again, at random moments, and resumed each time: the run that was never killed.
+
+Ten times; `OOMB_TESTS_KILLS=60` makes it sixty. Three of four kills fall into operations on files.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+from waiting import HANG_S
+
+from oomb.trainers import checkpoints
+
+ROOT = Path(__file__).parents[2]
+LATEST_S = {"step": 0.08, "partial": 0.05, "named": 0.01, "gone": 0.03}
+"""How long after its beginning a moment may be hit. A step takes about 60 ms, a checkpoint about 100."""
+
+
+def read(losses: Path) -> list[tuple[int, str, str]]:
+    """What a run has told, less a line that the kill cut short."""
+    lines = losses.read_text().splitlines(keepends=True) if losses.exists() else []
+    return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def assert_loadable(checkpoint: Path) -> None:
+    """Every file of it, as its reader opens it; the manifest is not asked."""
+    weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        assert torch.load(checkpoint / name, weights_only=False)
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert state["global_step"] == checkpoints.step_of(checkpoint)
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+def test_kills_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import killed_run
+
+    # Every process is forked from one that has imported torch: starting takes no time, so the kills can be many.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]))
+    monkeypatch.setenv("OOMB_TESTS_WARM_UP", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed_run"])
+
+    def place(name: str) -> tuple[Path, Path]:
+        folder, losses = tmp_path / name / "run", tmp_path / name / "losses"
+        folder.mkdir(parents=True)
+        return folder, losses
+
+    def start(folder: Path, losses: Path, moment: Any = None) -> Any:
+        process = context.Process(target=killed_run.main, args=(folder, losses, moment))
+        process.start()
+        return process
+
+    whole_folder, whole_losses = place("whole")
+    whole = start(whole_folder, whole_losses)
+    whole.join(HANG_S)
+    assert whole.exitcode == 0, (tmp_path / "whole" / "stderr").read_text()
+    reference = read(whole_losses)
+    assert [step for step, _, _ in reference] == list(range(1, killed_run.NUM_STEPS + 1))
+
+    chance = random.Random(6)
+    caught: list[str] = []
+    resumed_at: list[int] = []
+    folder, losses = place("killed")
+    for kill in range(killed_run.NUM_KILLS):
+        told = len(read(losses))
+        moment = ("partial", "named", "gone", "step")[kill % 4]
+        has_come, tells = context.Pipe(duplex=False)
+        process = start(folder, losses, killed_run.Moment(moment, chance.randint(1, 3), tells))
+        tells.close()
+        # Readable as well when the process has ended, which it must not have.
+        assert has_come.poll(HANG_S) and process.is_alive(), (folder.parent / "stderr").read_text()
+        assert has_come.recv() == moment
+        time.sleep(chance.uniform(0, LATEST_S[moment]))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        resumed_at.append(read(losses)[told][0])
+        caught += [path.name.split(".")[2].split("-")[0] for path in folder.glob(".checkpoint-*")]
+        # Nothing under a name that is loaded is less than whole, for us or for transformers.
+        for checkpoint in checkpoints.find(folder):
+            checkpoints.check(checkpoint)
+            assert_loadable(checkpoint)
+        newest = get_last_checkpoint(str(folder))
+        assert (Path(newest) if newest else None) == checkpoints.latest(folder)
+
+    process = start(folder, losses)
+    process.join(HANG_S)
+    assert process.exitcode == 0, (tmp_path / "killed" / "stderr").read_text()
+
+    # Each loss that any of the processes told of is that of the run that was never killed, to the last bit.
+    told_in_all = read(losses)
+    assert set(told_in_all) == set(reference)
+    last = killed_run.NUM_STEPS
+    assert [checkpoints.step_of(path) for path in checkpoints.find(folder)] == [last - 1, last]
+    assert not list(folder.glob(".*"))
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        one, other = (path / f"checkpoint-{last}" / name for path in (whole_folder, folder))
+        assert one.read_bytes() == other.read_bytes(), name
+    # The kills fell where they were to fall: at ever later steps, also into the writing and the deleting.
+    assert resumed_at == sorted(resumed_at) and resumed_at[-1] > resumed_at[0]
+    assert {"partial", "gone"} <= set(caught), caught
