@@ -9,7 +9,7 @@ import typer
 
 from oomb import __version__
 from oomb.cli.bench import bench
-from oomb.cli.eval import eval_
+from oomb.cli.eval.command import eval_
 from oomb.cli.plan.command import plan
 from oomb.cli.report.command import report
 from oomb.cli.tokenize import tokenize

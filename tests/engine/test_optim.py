@@ -306,7 +306,7 @@ def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pyt
 
     real = host.HostSlab
     with monkeypatch.context() as patch:
-        patch.setattr(optim, "HostSlab", slab)
+        patch.setattr(optim_state, "HostSlab", slab)
         with pytest.raises(oomb.OutOfPages, match=r"the system refused.*LoRA"):
             train(model, optimizer, range(1))
     assert are_equal(values(model), before) and not optimizer._homes and not optimizer.state

@@ -31,7 +31,9 @@ class Interrupt:
         self.lines_left = line
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("oomb/optim.py", "oomb/moments.py", "oomb/memory/transfer.py")):
+        if not frame.f_code.co_filename.endswith(
+            ("oomb/engine/optim.py", "oomb/engine/optim_state.py", "oomb/ops/moments.py", "oomb/memory/transfer.py")
+        ):
             return None
         self.lines_left -= event == "line"
         if event == "line" and not self.lines_left:

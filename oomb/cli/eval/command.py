@@ -117,8 +117,9 @@ def eval_(
         if not load_module.holds_adapters(model):
             load.check_model_name(model)
         quiet()
+        from oomb.cli.eval.run import run
+        from oomb.eval.evaluate import Settings
         from oomb.eval.needles import NeedleSettings
-        from oomb.eval.run import Settings, run
 
         needle = None
         if lengths:
