@@ -136,7 +136,7 @@ def read_texts(tokenizer: Any, num_tokens: int, num_samples: int, prose_file: Pa
 
 def store_summaries(engine: Engine, dtype: torch.dtype) -> None:
     """Has the engine store them so. It is no setting: the engine takes what suits the precision of the model."""
-    budget: Any = engine.budget
+    budget: Any = engine.allocator
     choosing = budget._choosing
 
     def stored_so(layers: Any) -> Any:

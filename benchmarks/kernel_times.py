@@ -26,10 +26,10 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (FORWARD, ("forward_kernel",)),
     (DQ, ("dq_kernel",)),
     (DKV, ("dkv_kernel",)),
-    (SELECTION, ("means_lse_kernel", "merge_lse_kernel", "interest_kernel")),
+    (SELECTION, ("means_lse_kernel", "merge_lse_kernel", "page_scores_kernel")),
     (SUMS, ("add_share_kernel",)),
-    (MOVES, ("mark_kernel", "number_kernel", "move_kernel", "widen_kernel")),
-    (OWN, ("combine_kernel",)),
+    (MOVES, ("mark_pages", "assign_slots", "copy_pages", "dequantize_pages")),
+    (OWN, ("merge_kernel",)),
     (FUSED, ("triton_",)),
 )
 """How names of kernels begin: Triton's are those of its functions, those of torch.compile begin with triton_."""

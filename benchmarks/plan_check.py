@@ -33,9 +33,9 @@ from oomb.engine.optim import OffloadedAdamW
 from oomb.memory.host import free_host_bytes
 from oomb.models.adapters import autocast_for, with_lora
 from oomb.models.load import load_model
-from oomb.models.probe import facts_of
+from oomb.models.probe import model_shape
 from oomb.planner.fit import SPARE_HOST_BYTES
-from oomb.planner.forecast import Plan, forecast
+from oomb.planner.forecast import StepForecast, forecast_step
 from oomb.planner.hardware import CONTEXT_BYTES, Machine, find_machine
 from oomb.utils import metrics, units
 from oomb.utils.units import parse_bytes, parse_list, parse_tokens
@@ -204,9 +204,9 @@ def check(
 ) -> Row:
     """Predicts a step, takes it, and puts both side by side. What came of it is saved as it comes."""
     settings: dict[str, Any] = {"keep_attention": False, "keep_last_chunk": "auto", **CASES[case][1], **PLACES[place]}
-    facts = facts_of(network, autocast=torch.is_autocast_enabled())
+    facts = model_shape(network, autocast=torch.is_autocast_enabled())
     if place == "half":
-        whole = forecast(facts, Config(**{**settings, "gpu_memory": 0}), machine, length=context, optimizer="none")
+        whole = forecast_step(facts, Config(**{**settings, "gpu_memory": 0}), machine, length=context, optimizer="none")
         settings["gpu_memory"] = whole.placement.host_bytes // 2
     states = make_optimizer(optimizer, network)
     if place.endswith("brim"):
@@ -223,7 +223,7 @@ def check(
         autocast=torch.is_autocast_enabled(),
     )
     config = Config(**settings)
-    plan: Plan = forecast(facts, config, machine, length=context, optimizer=optimizer)
+    plan: StepForecast = forecast_step(facts, config, machine, length=context, optimizer=optimizer)
     if not plan.fits:
         reach = f"; {plan.longest_context:,} tokens would" if plan.longest_context else ""
         row.problem = f"{NOT_PLANNED}: {plan.problem} ({units.gib(free_host_bytes())} of host memory are free){reach}"

@@ -198,7 +198,7 @@ class Stand:
         }
         apart = {}
         for name, (budget, places) in cases.items():
-            reference: bench.Row | None = None
+            reference: bench.BenchResult | None = None
             sample: dict[str, Tensor] = {}
             for place in places:
                 bench._clear_grads(self.network)
@@ -208,7 +208,7 @@ class Stand:
                     engine = self.engine(chunk_size=chunk_size, page_budget=budget, **place)
                     loss = bench.EngineStep(engine)(ids)
                     engine.release()
-                row = bench.Row(name, ids.shape[1], loss=float(loss))
+                row = bench.BenchResult(name, ids.shape[1], loss=float(loss))
                 bench._compare(row, reference, self.network, sample)
                 if row.problem is not None:
                     raise GateError(f"{name}, {place}, against {places[0] or 'standard training'}: {row.problem}")

@@ -21,7 +21,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Ask:
+class KernelRequest:
     """What a layer asks of a kernel."""
 
     device: str
@@ -35,13 +35,13 @@ class Ask:
 @dataclass(frozen=True)
 class Kernel:
     name: str
-    lacks: Callable[[Ask], str | None]
+    why_unsupported: Callable[[KernelRequest], str | None]
     """What the kernel is missing for this ask, in words, or None if it can serve it."""
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def _gpu_lacks(ask: Ask, largest_head: int) -> str | None:
+def _gpu_unsupported(ask: KernelRequest, largest_head: int) -> str | None:
     if ask.device != "cuda":
         return f"it runs on CUDA GPUs, not on {ask.device}"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -57,12 +57,12 @@ def _gpu_lacks(ask: Ask, largest_head: int) -> str | None:
     return None
 
 
-def _cudnn_lacks(ask: Ask) -> str | None:
+def _cudnn_unsupported(ask: KernelRequest) -> str | None:
     if not torch.backends.cudnn.is_available() or torch.backends.cudnn.version() < 90300:
         return "it needs cuDNN 9.3 or newer"
     if ask.window:
         return "it has no sliding window"
-    return _gpu_lacks(ask, largest_head=128)
+    return _gpu_unsupported(ask, largest_head=128)
 
 
 def _cudnn_forward(
@@ -111,10 +111,10 @@ def _cudnn_backward(
     )
 
 
-def _flash_lacks(ask: Ask) -> str | None:
+def _flash_unsupported(ask: KernelRequest) -> str | None:
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of PyTorch has no flash attention"
-    return _gpu_lacks(ask, largest_head=256)
+    return _gpu_unsupported(ask, largest_head=256)
 
 
 def _flash_forward(
@@ -157,7 +157,7 @@ def flash_mask(causal: bool, window: int | None) -> dict[str, object]:
     return {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
 
 
-def _cpu_lacks(ask: Ask) -> str | None:
+def _cpu_unsupported(ask: KernelRequest) -> str | None:
     if ask.device != "cpu":
         return "it runs on the CPU"
     if ask.window or ask.softcap:
@@ -198,9 +198,9 @@ def _cpu_backward(
     return dq, dk, dv
 
 
-CUDNN = Kernel("cudnn", _cudnn_lacks, _cudnn_forward, _cudnn_backward)
-FLASH = Kernel("flash", _flash_lacks, _flash_forward, _flash_backward)
-CPU_FLASH = Kernel("cpu-flash", _cpu_lacks, _cpu_forward, _cpu_backward)
+CUDNN = Kernel("cudnn", _cudnn_unsupported, _cudnn_forward, _cudnn_backward)
+FLASH = Kernel("flash", _flash_unsupported, _flash_forward, _flash_backward)
+CPU_FLASH = Kernel("cpu-flash", _cpu_unsupported, _cpu_forward, _cpu_backward)
 TORCH = Kernel("torch", lambda ask: None, reference.forward, reference.backward)
 
 PREFERENCE = (CUDNN, FLASH, CPU_FLASH, TORCH)
@@ -208,13 +208,13 @@ PREFERENCE = (CUDNN, FLASH, CPU_FLASH, TORCH)
 
 
 @lru_cache(maxsize=256)
-def choose(kernels: str, ask: Ask) -> Kernel:
+def choose(kernels: str, ask: KernelRequest) -> Kernel:
     """The fastest kernel that can serve `ask`, or the one named by `Config.kernels`; an error says what that lacks."""
     for kernel in PREFERENCE:
-        if kernels == "auto" and kernel.lacks(ask) is None:
+        if kernels == "auto" and kernel.why_unsupported(ask) is None:
             return kernel
         if kernels == kernel.name:
-            missing = kernel.lacks(ask)
+            missing = kernel.why_unsupported(ask)
             if missing is None:
                 return kernel
             raise ValueError(

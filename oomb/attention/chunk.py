@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from oomb.attention import dense, packed, sparse
-from oomb.attention.dense import Past
-from oomb.attention.sparse import ChosenPast
+from oomb.attention.dense import DensePast
+from oomb.attention.sparse import SparsePast
 
 
 @dataclass(frozen=True)
-class Spec:
+class AttentionSpec:
     """What the layer's attention is, besides its tensors."""
 
     scale: float
@@ -28,22 +28,22 @@ class Spec:
     kernels: str = "auto"
     rule: str = "mass"
     """How pages are chosen, where they are."""
-    cuts: tuple[int, ...] = ()
+    document_starts: tuple[int, ...] = ()
     """Where in the chunk other documents begin. What stands before the first cut sees the past, they do not."""
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: Past | ChosenPast, spec: Spec
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: DensePast | SparsePast, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of the chunk's queries over the past and the chunk itself."""
     with _without_autocast(q):
         dtype = q.dtype if sinks is None else None
         own = _own(q, spec), _own(k, spec), _own(v, spec)
-        if isinstance(past, ChosenPast):
+        if isinstance(past, SparsePast):
             out, lse = sparse.forward(*own, past, spec)
         else:
             out, lse = dense.forward(*own, past, spec, dtype)
-        if spec.cuts:
+        if spec.document_starts:
             rest = partial(_others, spec=spec)
             out_rest, lse_rest = packed.forward(rest(q), rest(k), rest(v), _starts(spec), spec, dtype)
             out, lse = torch.cat([out, out_rest], 2), torch.cat([lse, lse_rest], 2)
@@ -61,17 +61,17 @@ def attend_backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    past: Past | ChosenPast,
-    spec: Spec,
+    past: DensePast | SparsePast,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the chunk's q, k, v and of the sinks. Those of the past go into its gradient pages."""
     own = _own(dout, spec), _own(q, spec), _own(k, spec), _own(v, spec), _own(out, spec), _own(lse, spec)
-    if isinstance(past, ChosenPast):
+    if isinstance(past, SparsePast):
         dq, dk, dv = sparse.backward(*own, past, spec)
     else:
         dq, dk, dv = dense.backward(*own, past, spec)
-    dk, dv = past.with_later(dk, dv)
-    if spec.cuts:
+    dk, dv = past.add_future_grads(dk, dv)
+    if spec.document_starts:
         rest = partial(_others, spec=spec)
         others = packed.backward(rest(dout), rest(q), rest(k), rest(v), rest(out), rest(lse), _starts(spec), spec)
         dq, dk, dv = (torch.cat(both, 2) for both in zip((dq, dk, dv), others, strict=True))
@@ -83,18 +83,18 @@ def attend_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-def _own(x: Tensor, spec: Spec) -> Tensor:
+def _own(x: Tensor, spec: AttentionSpec) -> Tensor:
     """What stands before the first cut."""
-    return x[:, :, : spec.cuts[0]] if spec.cuts else x
+    return x[:, :, : spec.document_starts[0]] if spec.document_starts else x
 
 
-def _others(x: Tensor, spec: Spec) -> Tensor:
-    return x[:, :, spec.cuts[0] :]
+def _others(x: Tensor, spec: AttentionSpec) -> Tensor:
+    return x[:, :, spec.document_starts[0] :]
 
 
-def _starts(spec: Spec) -> tuple[int, ...]:
+def _starts(spec: AttentionSpec) -> tuple[int, ...]:
     """Where the other documents begin, counted from the first of them."""
-    return tuple(cut - spec.cuts[0] for cut in spec.cuts)
+    return tuple(cut - spec.document_starts[0] for cut in spec.document_starts)
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -107,8 +107,8 @@ class ChunkAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        past: Past | ChosenPast,
-        spec: Spec,
+        past: DensePast | SparsePast,
+        spec: AttentionSpec,
         kept: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         out, lse = kept if kept is not None else attend(q, k, v, sinks, past, spec)

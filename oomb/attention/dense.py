@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from oomb.attention.backends import Ask, Kernel, choose
+from oomb.attention.backends import Kernel, KernelRequest, choose
 from oomb.ops.merge import add, merge
 
 if TYPE_CHECKING:
-    from oomb.attention.chunk import Spec
+    from oomb.attention.chunk import AttentionSpec
 
 
-class Past(Protocol):
+class DensePast(Protocol):
     """K, V and their gradients of one layer before the current chunk."""
 
     length: int
@@ -31,12 +31,12 @@ class Past(Protocol):
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
         """Adds to the gradients of the tokens from `start` on."""
 
-    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the current chunk's K and V: the given ones plus what later chunks have left."""
 
 
 @dataclass(frozen=True)
-class Run:
+class KeyBlock:
     """A run of keys attended to at once. `past` of its keys come from the past, starting at token `start`; the last run
     ends with the chunk itself."""
 
@@ -49,13 +49,13 @@ class Run:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, past: Past, spec: Spec, dtype: torch.dtype | None
+    q: Tensor, k: Tensor, v: Tensor, past: DensePast, spec: AttentionSpec, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Output and lse over the past and the chunk; the output in `dtype`, or as it comes (float32 or wider)."""
-    kernel = pick(q, v, past.length, spec)
+    kernel = pick_kernel(q, v, past.length, spec)
     out: Tensor | None = None
     lse: Tensor | None = None
-    for run in _runs(k, v, past, spec):
+    for run in _key_blocks(k, v, past, spec):
         out_run, lse_run = kernel.forward(q, run.k, run.v, **run.mask)
         if out is None or lse is None:
             out, lse = out_run, lse_run
@@ -66,13 +66,13 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, past: Past, spec: Spec
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, past: DensePast, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the chunk's q, k and v, without what later chunks have left."""
-    kernel = pick(q, v, past.length, spec)
+    kernel = pick_kernel(q, v, past.length, spec)
     dq: Tensor | None = None
     own: tuple[Tensor, Tensor] | None = None
-    for run in _runs(k, v, past, spec):
+    for run in _key_blocks(k, v, past, spec):
         dq_run, dk, dv = kernel.backward(dout, q, run.k, run.v, out, lse, **run.mask)
         # Shares of dq are summed in float32: with bfloat16 each of them would cost a rounding.
         dq = dq_run if dq is None else add(dq, dq_run, q.dtype if run.is_last else None)
@@ -84,14 +84,14 @@ def backward(
     return dq, *own
 
 
-def pick(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Kernel:
+def pick_kernel(q: Tensor, v: Tensor, past_length: int, spec: AttentionSpec) -> Kernel:
     """The kernel for a chunk after `past_length` tokens."""
-    return choose(spec.kernels, ask(q, v, past_length, spec))
+    return choose(spec.kernels, kernel_request(q, v, past_length, spec))
 
 
-def ask(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Ask:
+def kernel_request(q: Tensor, v: Tensor, past_length: int, spec: AttentionSpec) -> KernelRequest:
     """What such a chunk asks of a kernel."""
-    return Ask(
+    return KernelRequest(
         device=q.device.type,
         dtype=q.dtype,
         head_size=q.shape[-1],
@@ -101,18 +101,18 @@ def ask(q: Tensor, v: Tensor, past_length: int, spec: Spec) -> Ask:
     )
 
 
-def _window(q: Tensor, past_length: int, spec: Spec) -> int | None:
+def _window(q: Tensor, past_length: int, spec: AttentionSpec) -> int | None:
     """The window, if this chunk is late enough in the sequence to feel it."""
     return spec.window if spec.window is not None and spec.window < past_length + q.shape[2] else None
 
 
-def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
+def _key_blocks(k: Tensor, v: Tensor, past: DensePast, spec: AttentionSpec) -> Iterator[KeyBlock]:
     mask = {"scale": spec.scale, "softcap": spec.softcap}
     window = _window(k, past.length, spec)
     if window is None:
         for start, k_seg, v_seg in past.segments(0):
-            yield Run(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False}, is_last=False)
-        yield Run(past.length, 0, k, v, {**mask, "causal": True}, is_last=True)
+            yield KeyBlock(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False}, is_last=False)
+        yield KeyBlock(past.length, 0, k, v, {**mask, "causal": True}, is_last=True)
         return
     # A window reaches back a bounded way: one run, put together from the end of the past and the chunk.
     first = max(0, past.length - window + 1)
@@ -123,4 +123,4 @@ def _runs(k: Tensor, v: Tensor, past: Past, spec: Spec) -> Iterator[Run]:
         k_all[:, :, at : at + k_seg.shape[2]] = k_seg
         v_all[:, :, at : at + v_seg.shape[2]] = v_seg
     k_all[:, :, num_past:], v_all[:, :, num_past:] = k, v
-    yield Run(first, num_past, k_all, v_all, {**mask, "causal": True, "window": window}, is_last=True)
+    yield KeyBlock(first, num_past, k_all, v_all, {**mask, "causal": True, "window": window}, is_last=True)

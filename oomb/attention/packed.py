@@ -18,12 +18,12 @@ from oomb.attention import dense
 from oomb.attention.backends import FLASH, flash_mask
 
 if TYPE_CHECKING:
-    from oomb.attention.chunk import Spec
+    from oomb.attention.chunk import AttentionSpec
 
 aten = torch.ops.aten
 
 
-class Alone:
+class NoPast:
     """The `Past` of a document that begins here."""
 
     length = 0
@@ -34,32 +34,39 @@ class Alone:
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
         raise AssertionError("nothing lies before a document")
 
-    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         return dk, dv
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spec: Spec, dtype: torch.dtype | None
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spec: AttentionSpec, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Output and lse. Documents begin at `starts`, the first of which is 0."""
     if _is_one_call(q, v, spec):
         return _flash_forward(q, k, v, starts, spec)
     parts = [
-        dense.forward(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], Alone(), spec, dtype) for a, b in _bounds(starts, q)
+        dense.forward(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], NoPast(), spec, dtype) for a, b in _bounds(starts, q)
     ]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: tuple[int, ...], spec: Spec
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: tuple[int, ...],
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if _is_one_call(q, v, spec):
         return _flash_backward(dout, q, k, v, out, lse, starts, spec)
     parts = [
         dense.backward(
-            dout[:, :, a:b], q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], out[:, :, a:b], lse[:, :, a:b], Alone(), spec
+            dout[:, :, a:b], q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], out[:, :, a:b], lse[:, :, a:b], NoPast(), spec
         )
         for a, b in _bounds(starts, q)
     ]
@@ -71,8 +78,8 @@ def _bounds(starts: tuple[int, ...], q: Tensor) -> Iterator[tuple[int, int]]:
     return pairwise((*starts, q.shape[2]))
 
 
-def _is_one_call(q: Tensor, v: Tensor, spec: Spec) -> bool:
-    return spec.kernels in ("auto", "flash") and FLASH.lacks(dense.ask(q, v, 0, spec)) is None
+def _is_one_call(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    return spec.kernels in ("auto", "flash") and FLASH.why_unsupported(dense.kernel_request(q, v, 0, spec)) is None
 
 
 @lru_cache(maxsize=64)
@@ -82,7 +89,9 @@ def _marks(starts: tuple[int, ...], end: int, device: torch.device) -> tuple[Ten
     return torch.tensor(marks, dtype=torch.int32, device=device), max(b - a for a, b in pairwise(marks))
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
     marks, longest = _marks(starts, q.shape[2], q.device)
     out, lse, *_ = aten._flash_attention_forward(
         *(_flat(x) for x in (q, k, v)), marks, marks, longest, longest, 0.0, **flash_mask(True, spec.window),
@@ -92,7 +101,14 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spe
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: tuple[int, ...], spec: Spec
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: tuple[int, ...],
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     marks, longest = _marks(starts, q.shape[2], q.device)
     rng = torch.zeros(2, dtype=torch.uint64, device=q.device)

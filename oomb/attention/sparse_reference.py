@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oomb.attention import reference
 from oomb.ops.page_attention import Pages
-from oomb.ops.rounding import DROPPED_BITS, accumulate_reference
+from oomb.ops.rounding import DROPPED_BITS, add_stochastic_reference
 
 
 def forward(
@@ -94,7 +94,7 @@ def add_grads(grads: Pages, drows_USR: Tensor, chosen_BNC: Tensor, touched_BP: T
                 if not touched_BP[b, page]:
                     field[:, b] = 0
                 some = None if bits is None else fields(grads, bits, B)[index][:, b]
-                accumulate_reference(field[:, b], share[:, b], some)
+                add_stochastic_reference(field[:, b], share[:, b], some)
         grads.base[at] = total.flatten()
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from oomb.cli.train.aliases import ALIASES, refuse_two_values
+from oomb.cli.train.aliases import ALIASES, reject_two_values
 from oomb.cli.train.settings import TYPES, own_fields
 from oomb.config import Config
 from oomb.models import presets
@@ -90,7 +90,7 @@ class CommandOfSettings(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with one_clear_message():
-            refuse_two_values(args)
+            reject_two_values(args)
         return super().parse_args(ctx, args)
 
 

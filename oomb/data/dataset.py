@@ -14,10 +14,10 @@ import numpy as np
 from oomb.data import shards
 from oomb.data.checking import Report
 from oomb.data.discover import STDLIB
-from oomb.data.encode import TEXT, Encoder, Tally, counted, kind_of
+from oomb.data.encode import TEXT, Encoder, EncodeStats, count_text, record_kind
 from oomb.data.manifest import find
 from oomb.data.sources import SEED, Source, open_source
-from oomb.data.tokens import Origins, Split, Tokens, Windows, is_learnt, pieces
+from oomb.data.tokens import Examples, Origins, Split, Tokens, has_targets, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ def open_dataset(
         raise ValueError(f"packing is {packing!r}; it is one of {', '.join(PACKINGS)}")
     # Five times what is to be held out, so that the share below does not depend on `num_train`.
     enough = None if num_train is None else max(num_train + num_held_out, 5 * num_held_out)
-    folder = _tokenised(dataset)
+    folder = _tokenized(dataset)
     notes: tuple[str, ...] = ()
     is_all_read = True
     if folder is not None:
@@ -95,26 +95,26 @@ def open_dataset(
     else:
         source = open_source(dataset, join)
         order = source.order(seed)
-        kind = kind_of(source.read(0))
+        kind = record_kind(source.read(0))
         packing = _packing(packing, kind)
         encoder = Encoder(tokenizer, kind, vocab_size)
         encoder.check_first(source, order)
-        tokens, tally, is_all_read = _tokenise(source, order, encoder, packing, max_length, enough)
+        tokens, tally, is_all_read = _tokenize(source, order, encoder, packing, max_length, enough)
         name, notes = source.name, source.notes
         if len(tokens) >= MANY_TOKENS:
             notes += (f"{len(tokens):,} tokens are held in memory; oomb tokenize writes them to disk, once",)
     bounds_N2 = tokens.windows(max_length) if packing == "windows" else tokens.pieces(max_length)
     if len(bounds_N2) == 0:
-        _refuse_too_little(name, tokens, tally, max_length, "tokens (bytes)" if tokenizer is None else "tokens")
-    if tokens.spans is not None and packing == "windows" and len(bounds_N2) < len(tokens) // max_length:
+        _check_enough_text(name, tokens, tally, max_length, "tokens (bytes)" if tokenizer is None else "tokens")
+    if tokens.loss_spans is not None and packing == "windows" and len(bounds_N2) < len(tokens) // max_length:
         left_out = len(tokens) // max_length - len(bounds_N2)
-        notes += (f"{counted(left_out, 'window')} without a word to learn left out",)
+        notes += (f"{count_text(left_out, 'window')} without a word to learn left out",)
     # A fifth of the text at most, but one window as soon as there are two.
     border = min(num_held_out, max(len(bounds_N2) // 5, 1), len(bounds_N2) - 1)
     end = None if num_train is None else border + num_train
     return Split(
-        train=Windows(tokens, bounds_N2[border:end]),
-        held_out=Windows(tokens, bounds_N2[:border]) if border else None,
+        train=Examples(tokens, bounds_N2[border:end]),
+        held_out=Examples(tokens, bounds_N2[:border]) if border else None,
         num_tokens=len(tokens),
         num_documents=tally.num_documents,
         skipped=tuple(Path(path) for path in tally.not_text),
@@ -127,12 +127,12 @@ def open_dataset(
 
 def unchecked(dataset: str) -> str | None:
     """Return what to tell someone who skips the check of a dataset. None if there is nothing that it would check."""
-    if _tokenised(dataset) is None:
+    if _tokenized(dataset) is None:
         return None
     return f"the token ids of {dataset} are not checked: damage to its files would be trained on (--skip_dataset_check)"
 
 
-def _tokenised(dataset: str) -> Path | None:
+def _tokenized(dataset: str) -> Path | None:
     """Return the folder of a dataset that `oomb tokenize` wrote."""
     return None if dataset == STDLIB else find(Path(dataset).expanduser())
 
@@ -144,11 +144,11 @@ def _packing(packing: str, kind: str) -> str:
     return "windows" if kind == TEXT else "documents"
 
 
-def _tokenise(
+def _tokenize(
     source: Source, order: np.ndarray, encoder: Encoder, packing: str, max_length: int, enough: int | None
-) -> tuple[Tokens, Tally, bool]:
+) -> tuple[Tokens, EncodeStats, bool]:
     """The tokens, what was found, and whether all of the source was read."""
-    tally = Tally()
+    tally = EncodeStats()
     is_all_read = True
     parts: list[np.ndarray] = []
     records: list[int] = []
@@ -161,36 +161,36 @@ def _tokenise(
         parts.append(document.ids)
         records.append(document.record)
         num_tokens += len(document.ids)
-        if document.closes:
+        if document.ends_document:
             ends.append(num_tokens)
         if enough is None:
             continue
         if packing == "documents":
             of_this = pieces(np.array([num_tokens - opened_at]), max_length)
             if document.spans is not None:
-                of_this = of_this[is_learnt(of_this, document.spans)]
+                of_this = of_this[has_targets(of_this, document.spans)]
             num_known = num_examples + len(of_this)
-            if document.closes:
+            if document.ends_document:
                 num_examples, opened_at = num_known, num_tokens
         else:
             # Of windows of conversations some are left out, which ones is not known yet.
             num_known = num_tokens // max_length if document.spans is None else 0
         if num_known >= enough:
             # Of several records, those after this one have not been looked at.
-            is_all_read = len(order) == 1 and document.closes
+            is_all_read = len(order) == 1 and document.ends_document
             break
     if num_tokens and (not ends or ends[-1] < num_tokens):
         # As much of a repository as was needed.
         ends.append(num_tokens)
         tally.num_documents += 1
-    tally.refuse_nothing(source.name)
+    tally.require_documents(source.name)
     joined = np.concatenate(spans) if spans else None
     origins = Origins(source, np.array(records), np.cumsum([len(part) for part in parts], dtype=np.int64))
     tokens = Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined, origins)
     return tokens, tally, is_all_read
 
 
-def _refuse_too_little(name: str, tokens: Tokens, tally: Tally, max_length: int, unit: str) -> None:
+def _check_enough_text(name: str, tokens: Tokens, tally: EncodeStats, max_length: int, unit: str) -> None:
     if len(tokens) >= max_length:
         raise ValueError(f"{name} has nothing to train on: no document has a token to learn")
     remedy = "give more text"

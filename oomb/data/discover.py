@@ -81,7 +81,7 @@ def find_records(paths: Sequence[Path], root: Path) -> tuple[list[Path], tuple[s
     return records, tuple(notes)
 
 
-def refuse_json(paths: Sequence[Path]) -> None:
+def reject_json(paths: Sequence[Path]) -> None:
     """Raises where .json files, alone but for what is about them, hold records that would be learnt as plain text."""
     files = [path for path in paths if not _ABOUT.fullmatch(path.name)]
     if any(path.suffix != ".json" for path in files):
@@ -92,7 +92,7 @@ def refuse_json(paths: Sequence[Path]) -> None:
             raise ValueError(f"{path} {remedy}")
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
+def join_names(names: Sequence[str], most: int = 4) -> str:
     """A handful of them, then a count."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
@@ -152,7 +152,7 @@ def _has_keys(row: object) -> bool:
 
 
 def _listed_under(root: Path, paths: Sequence[Path]) -> str:
-    return listed([path.relative_to(root).as_posix() for path in paths])
+    return join_names([path.relative_to(root).as_posix() for path in paths])
 
 
 def _is_hidden(relative: Path) -> bool:

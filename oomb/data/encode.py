@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
-from oomb.data.discover import listed
+from oomb.data.discover import join_names
 from oomb.data.sources import SHOW, Record, Source
 from oomb.data.tokenizers import PROBE
 
@@ -34,13 +34,13 @@ class Encoded:
     ids: np.ndarray
     spans: np.ndarray | None
     """[R, 2] of tokens that are learnt; None: all."""
-    closes: bool
+    ends_document: bool
     record: int = 0
     """The number of its record in the source."""
 
 
 @dataclass
-class Tally:
+class EncodeStats:
     """What was read and what was left out, to be told at the end."""
 
     num_documents: int = 0
@@ -53,7 +53,7 @@ class Tally:
     """The same files by their names in the folder, each with the reason."""
     max_id: int = -1
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: EncodeStats) -> None:
         self.num_documents += other.num_documents
         self.num_empty += other.num_empty
         self.first_empty = self.first_empty or other.first_empty
@@ -66,17 +66,17 @@ class Tally:
     def notes(self) -> tuple[str, ...]:
         notes = []
         if self.num_empty:
-            notes.append(f"{counted(self.num_empty, 'empty document')} skipped, the first {self.first_empty}")
+            notes.append(f"{count_text(self.num_empty, 'empty document')} skipped, the first {self.first_empty}")
         if self.num_unlearnt:
-            what = counted(self.num_unlearnt, "conversation")
+            what = count_text(self.num_unlearnt, "conversation")
             notes.append(f"{what} without a word to learn skipped, the first {self.first_unlearnt}")
         if self.not_text:
             # Folders that were tokenised by earlier releases have no reasons.
-            names = listed(sorted(self.left_out or self.not_text))
-            notes.append(f"{counted(len(self.not_text), 'file')} without text left out: {names}")
+            names = join_names(sorted(self.left_out or self.not_text))
+            notes.append(f"{count_text(len(self.not_text), 'file')} without text left out: {names}")
         return tuple(notes)
 
-    def refuse_nothing(self, name: str) -> None:
+    def require_documents(self, name: str) -> None:
         """Raises where no document is left."""
         if self.num_documents:
             return
@@ -86,11 +86,11 @@ class Tally:
         return asdict(self)
 
 
-def counted(number: int, thing: str) -> str:
+def count_text(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def kind_of(record: Record) -> str:
+def record_kind(record: Record) -> str:
     """What a record is, by its keys."""
     fields = record.fields if record.fields is not None else {TEXT: b""}
     if "messages" in fields:
@@ -153,10 +153,10 @@ class Encoder:
         """Raises what is wrong with the first record: where all are wrong, it is the one to name, though others are
         read before it."""
         if order[0] != 0:
-            for _ in self.documents(source, [0], Tally()):
+            for _ in self.documents(source, [0], EncodeStats()):
                 pass
 
-    def documents(self, source: Source, indices: Iterable[int], tally: Tally) -> Iterator[Encoded]:
+    def documents(self, source: Source, indices: Iterable[int], tally: EncodeStats) -> Iterator[Encoded]:
         """The records of these numbers. What is left out is noted in `tally`."""
         for index in indices:
             record = source.read(int(index))
@@ -181,13 +181,13 @@ class Encoder:
                     f"{record.where}: the tokenizer gives the id {most} and the model has a vocabulary of "
                     f"{self._vocab_size}; name the tokenizer that belongs to the model with --tokenizer_name"
                 )
-            tally.num_documents += found.closes
+            tally.num_documents += found.ends_document
             yield replace(found, record=int(index))
 
     def _encode(self, record: Record) -> Encoded | None:
         """None where it is empty."""
         fields = record.fields if record.fields is not None else {TEXT: b""}
-        if record.fields is not None and kind_of(record) != self.kind:
+        if record.fields is not None and record_kind(record) != self.kind:
             raise ValueError(
                 f'{record.where}: expected "{self.kind}" as in the first document, found '
                 + ", ".join(f'"{key}"' for key in fields)
@@ -202,12 +202,12 @@ class Encoder:
         text = fields["text"]
         if not isinstance(text, str | bytes):
             raise ValueError(f'{record.where}: "text" must be a string, found a {type(text).__name__}')
-        is_whole = record.opens and record.closes
+        is_whole = record.starts_document and record.ends_document
         if is_whole and not text.strip():
             return None
-        before, after = self.prefix if record.opens else [], self.separator if record.closes else []
+        before, after = self.prefix if record.starts_document else [], self.separator if record.ends_document else []
         ids = np.concatenate([np.asarray(ids, np.int32) for ids in (before, self._ids(text, record.where), after)])
-        return Encoded(ids, None, record.closes)
+        return Encoded(ids, None, record.ends_document)
 
     def _completion(self, prompt: Any, completion: Any, record: Record) -> Encoded | None:
         where = record.where
@@ -256,7 +256,9 @@ class Encoder:
 
 
 def _encoded(ids: list[int], spans: Spans) -> Encoded:
-    return Encoded(np.asarray(ids, dtype=np.int32), np.asarray(spans, dtype=np.int64).reshape(-1, 2), closes=True)
+    return Encoded(
+        np.asarray(ids, dtype=np.int32), np.asarray(spans, dtype=np.int64).reshape(-1, 2), ends_document=True
+    )
 
 
 def _tools(record: Record) -> Any:

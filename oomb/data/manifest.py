@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oomb.data.encode import Tally
+from oomb.data.encode import EncodeStats
 
 FORMAT = "oomb tokens"
 VERSION = 1
@@ -31,7 +31,7 @@ PLAN = {
 }
 COMPLETE = {"num_shards": int, "num_tokens": int, "tally": dict, "bytes": dict, "shards": list}
 SHARD = {"name": str, "num_tokens": int, "sha256": str}
-TALLY = {key: str | None if value is None else type(value) for key, value in Tally().as_dict().items()}
+TALLY = {key: str | None if value is None else type(value) for key, value in EncodeStats().as_dict().items()}
 NEEDED = ("num_documents", "max_id")
 """The part of a tally that every release has written."""
 

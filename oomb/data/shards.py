@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from oomb.data.checking import Report, check_shards, checksum, read_index
-from oomb.data.encode import Encoded, Encoder, Tally
+from oomb.data.encode import Encoded, Encoder, EncodeStats
 from oomb.data.manifest import (
     DOCUMENTS,
     FORMAT,
@@ -52,7 +52,7 @@ def open_tokens(
     *,
     skip_check: bool = False,
     report: Report = lambda done, total: None,
-) -> tuple[Tokens, Tally, str]:
+) -> tuple[Tokens, EncodeStats, str]:
     """Return its tokens, left on disk; what was left out of them; the kind of its records.
 
     Raises ValueError if a file is not as it was written. `skip_check` leaves out reading all token ids.
@@ -68,7 +68,7 @@ def open_tokens(
             f"{folder} was tokenised with {made_by}, and the tokenizer here is another: tokenise it again with "
             "--tokenizer_name of the model, or name that one here"
         )
-    tally = Tally(**manifest["tally"])
+    tally = EncodeStats(**manifest["tally"])
     if vocab_size is not None and tally.max_id >= vocab_size:
         raise ValueError(
             f"{folder} has the token id {tally.max_id} and the model has a vocabulary of {vocab_size}: it was "
@@ -88,7 +88,9 @@ def record_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.json"
 
 
-def write_shard(folder: Path, number: int, digest: str, dtype: str, documents: Iterable[Encoded], tally: Tally) -> None:
+def write_shard(
+    folder: Path, number: int, digest: str, dtype: str, documents: Iterable[Encoded], tally: EncodeStats
+) -> None:
     """Tokens first, the record last. `tally` is complete once the documents have been read."""
     parts: list[np.ndarray] = []
     ends: list[int] = []
@@ -100,7 +102,7 @@ def write_shard(folder: Path, number: int, digest: str, dtype: str, documents: I
             spans += (document.spans + num_tokens).tolist()
         parts.append(document.ids.astype(dtype))
         num_tokens += len(document.ids)
-        if document.closes:
+        if document.ends_document:
             ends.append(num_tokens)
     if tally.max_id > np.iinfo(dtype).max:
         raise ValueError(f"the tokenizer gives the id {tally.max_id}, more than it has in its vocabulary")
@@ -146,7 +148,7 @@ def begin(folder: Path, plan: dict[str, Any], num_shards: int) -> None:
 
 def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> dict[str, Any]:
     """Joins what the shards know of their documents, and declares the folder complete."""
-    num_tokens, tally = 0, Tally()
+    num_tokens, tally = 0, EncodeStats()
     kept: list[dict[str, Any]] = []
     ends: list[np.ndarray] = []
     learnt: list[np.ndarray] = []
@@ -156,9 +158,9 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
         if record["spans"] is not None:
             learnt.append(np.asarray(record["spans"], dtype=np.int64).reshape(-1, 2) + num_tokens)
         num_tokens += record["num_tokens"]
-        tally.add(Tally(**record["tally"]))
+        tally.add(EncodeStats(**record["tally"]))
         kept.append({key: record[key] for key in ("name", "num_tokens", "sha256")})
-    tally.refuse_nothing(source)
+    tally.require_documents(source)
     sums = {DOCUMENTS: write_array(folder / DOCUMENTS, np.concatenate(ends))}
     if learnt:
         sums[LEARNT] = write_array(folder / LEARNT, np.concatenate(learnt))

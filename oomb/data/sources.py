@@ -23,7 +23,7 @@ from oomb.data.discover import (
     files_under,
     find_documents,
     find_records,
-    refuse_json,
+    reject_json,
 )
 
 JOINS = ("documents", "repository")
@@ -43,8 +43,8 @@ class Record:
     """What messages call it: file, or file:line."""
     fields: dict[str, Any] | None
     """None where a file of a folder holds no text."""
-    opens: bool = True
-    closes: bool = True
+    starts_document: bool = True
+    ends_document: bool = True
     left_out: str = ""
     """Where it holds no text: its name in the folder, and why."""
 
@@ -121,7 +121,7 @@ class Repository(TextFiles):
             end = b"" if text.endswith(b"\n") or not text else b"\n"
             head = f"=== {self._names[self.paths[index]]} ===\n".encode("utf-8", "replace")
             fields = {"text": head + text + end}
-        return replace(record, fields=fields, opens=index == 0, closes=index == len(self) - 1)
+        return replace(record, fields=fields, starts_document=index == 0, ends_document=index == len(self) - 1)
 
 
 class JsonRecords(Source):
@@ -194,7 +194,7 @@ class Table(Source):
         return Record(f"{self.name}, row {index}", fields)
 
 
-class Several(Source):
+class ConcatSource(Source):
     """Files of records, as one."""
 
     def __init__(self, sources: Sequence[Source], root: Path) -> None:
@@ -232,10 +232,10 @@ def open_source(dataset: str, join: str = "documents") -> Source:
         records, notes = find_records(paths, root)
         if records:
             opened = [_open_records(path) for path in records]
-            source = opened[0] if len(opened) == 1 else Several(opened, root)
+            source = opened[0] if len(opened) == 1 else ConcatSource(opened, root)
             source.notes += notes
             return source
-        refuse_json(paths)
+        reject_json(paths)
     # Old modules of the standard library are in Latin-1 here and there.
     source = TextFiles(paths, root, any_encoding=dataset == STDLIB)
     if len(paths) == 1 and root.suffix in LIKE_RECORDS:

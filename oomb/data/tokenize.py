@@ -19,7 +19,7 @@ import numpy as np
 
 from oomb.data import shards
 from oomb.data.discover import STDLIB, find_documents
-from oomb.data.encode import Encoded, Encoder, Tally, kind_of
+from oomb.data.encode import Encoded, Encoder, EncodeStats, record_kind
 from oomb.data.manifest import find, read_manifest
 from oomb.data.sources import SEED, Source, open_source
 
@@ -72,7 +72,7 @@ class Work:
     dtype: str
 
     def write(self, number: int, encoder: Encoder, advance: Callable[[int], None]) -> None:
-        tally = Tally()
+        tally = EncodeStats()
 
         def indices() -> Iterator[int]:
             for place in range(self.borders[number], self.borders[number + 1]):
@@ -93,7 +93,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     _check_output(job)
     source = open_source(job.dataset, job.join)
     order = source.order(job.seed)
-    kind = kind_of(source.read(0))
+    kind = record_kind(source.read(0))
     encoder = Encoder(job.load_tokenizer() if job.load_tokenizer else None, kind)
     encoder.check_first(source, order)
     plan = _plan(job, source, encoder)
@@ -112,7 +112,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     manifest = None if job.overwrite else read_manifest(job.output)
     finished: set[int] = set()
     if manifest is not None:
-        _refuse_changes(job, manifest["plan"], plan)
+        _check_unchanged(job, manifest["plan"], plan)
         if manifest["complete"] and shards.is_whole(job.output, manifest, work.dtype):
             shards.remove(job.output, "shard-*.json")
             return _result(job, manifest, num_shards, source.notes)
@@ -127,14 +127,14 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     write = _in_this_process if job.num_proc == 1 or len(missing) < 2 else _in_processes
     write(job, work, encoder, missing, lambda done: report(kept + done, total))
     # Also while it was read.
-    _refuse_changes(job, plan, {**plan, "files": _facts_of(job, source)})
+    _check_unchanged(job, plan, {**plan, "files": _source_facts(job, source)})
     manifest = shards.finish(job.output, plan, num_shards, source.name)
     shards.remove(job.output, "shard-*.json", ".partial-*")
     return _result(job, manifest, len(finished), source.notes)
 
 
 def _result(job: Job, manifest: dict[str, Any], num_kept: int, notes: tuple[str, ...] = ()) -> Result:
-    tally = Tally(**manifest["tally"])
+    tally = EncodeStats(**manifest["tally"])
     return Result(
         folder=job.output,
         num_tokens=manifest["num_tokens"],
@@ -168,11 +168,11 @@ def _plan(job: Job, source: Source, encoder: Encoder) -> dict[str, Any]:
         "join": job.join,
         "seed": job.seed,
         "shard_size": job.shard_bytes,
-        "files": _facts_of(job, source),
+        "files": _source_facts(job, source),
     }
 
 
-def _facts_of(job: Job, source: Source) -> dict[str, list[int]]:
+def _source_facts(job: Job, source: Source) -> dict[str, list[int]]:
     """Size and time of change of each file that is there."""
     root = find_documents(job.dataset)[1]
     base = root if root.is_dir() else root.parent
@@ -180,7 +180,7 @@ def _facts_of(job: Job, source: Source) -> dict[str, list[int]]:
     return {path.relative_to(base).as_posix(): [fact.st_size, fact.st_mtime_ns] for path, fact in facts.items()}
 
 
-def _refuse_changes(job: Job, old: dict[str, Any], new: dict[str, Any]) -> None:
+def _check_unchanged(job: Job, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Names what has changed since the folder was begun."""
     remedy = f"start anew with --overwrite, or name another --output than {job.output}"
     before, now = old["files"], new["files"]

@@ -53,7 +53,7 @@ class Tokens:
         self._origins = origins
         self._part_ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         self.ends = ends
-        self.spans = spans
+        self.loss_spans = spans
         """[R, 2], in order; None: all is learnt."""
 
     def __len__(self) -> int:
@@ -78,12 +78,12 @@ class Tokens:
 
     def labels(self, ids: np.ndarray, start: int) -> np.ndarray:
         """Those of `ids`, which begin at `start`."""
-        if self.spans is None:
+        if self.loss_spans is None:
             return ids.copy()
         labels = np.full_like(ids, IGNORED)
-        first = int(np.searchsorted(self.spans[:, 1], start, side="right"))
-        last = int(np.searchsorted(self.spans[:, 0], start + len(ids), side="left"))
-        for begin, end in self.spans[first:last] - start:
+        first = int(np.searchsorted(self.loss_spans[:, 1], start, side="right"))
+        last = int(np.searchsorted(self.loss_spans[:, 0], start + len(ids), side="left"))
+        for begin, end in self.loss_spans[first:last] - start:
             place = slice(max(int(begin), 0), int(end))
             labels[place] = ids[place]
         return labels
@@ -91,14 +91,14 @@ class Tokens:
     def windows(self, max_length: int) -> np.ndarray:
         """[N, 2]: cuts of the whole sequence, all of one length; what is left at the end is too short."""
         starts = np.arange(len(self) // max_length, dtype=np.int64) * max_length
-        return self._learnt(np.stack([starts, starts + max_length], axis=1))
+        return self._trained(np.stack([starts, starts + max_length], axis=1))
 
     def pieces(self, max_length: int) -> np.ndarray:
         """[N, 2]: documents, the longer ones in pieces (see `pieces`)."""
-        return self._learnt(pieces(self.ends, max_length))
+        return self._trained(pieces(self.ends, max_length))
 
-    def _learnt(self, bounds_N2: np.ndarray) -> np.ndarray:
-        return bounds_N2 if self.spans is None else bounds_N2[is_learnt(bounds_N2, self.spans)]
+    def _trained(self, bounds_N2: np.ndarray) -> np.ndarray:
+        return bounds_N2 if self.loss_spans is None else bounds_N2[has_targets(bounds_N2, self.loss_spans)]
 
 
 def pieces(ends: np.ndarray, max_length: int) -> np.ndarray:
@@ -116,7 +116,7 @@ def pieces(ends: np.ndarray, max_length: int) -> np.ndarray:
     return np.stack([starts, np.minimum(starts + max_length, ends[which])], axis=1)
 
 
-def is_learnt(bounds_N2: np.ndarray, spans_R2: np.ndarray) -> np.ndarray:
+def has_targets(bounds_N2: np.ndarray, spans_R2: np.ndarray) -> np.ndarray:
     """Whether an example has a token to predict. Its loss would be 0 / 0 if it had none."""
     targets = bounds_N2[:, 0] + 1
     first = np.searchsorted(spans_R2[:, 1], targets, side="right")
@@ -124,7 +124,7 @@ def is_learnt(bounds_N2: np.ndarray, spans_R2: np.ndarray) -> np.ndarray:
     return begins[first] < bounds_N2[:, 1]
 
 
-class Windows(Dataset):
+class Examples(Dataset):
     """Examples by number: `input_ids` and `labels`, always the same ones for the same number."""
 
     def __init__(self, tokens: Tokens, bounds_N2: np.ndarray) -> None:
@@ -146,9 +146,9 @@ class Windows(Dataset):
         start, stop = (int(place) for place in self._bounds_N2[index])
         return f"{self._tokens.where(start, stop)}, tokens {start:,} to {stop:,} of the data"
 
-    def first(self, number: int) -> Windows:
+    def first(self, number: int) -> Examples:
         """So many of them, or all if there are fewer."""
-        return Windows(self._tokens, self._bounds_N2[:number])
+        return Examples(self._tokens, self._bounds_N2[:number])
 
     @property
     def lengths(self) -> list[int]:
@@ -160,8 +160,8 @@ class Windows(Dataset):
 class Split:
     """What `open_dataset` returns. `held_out` is None where there is a single example."""
 
-    train: Windows
-    held_out: Windows | None
+    train: Examples
+    held_out: Examples | None
     num_tokens: int
     num_documents: int
     skipped: tuple[Path, ...]

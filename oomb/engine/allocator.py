@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from oomb.config import Config
-from oomb.engine.grads import pending_bytes
+from oomb.engine.grads import missing_bytes
 from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
-from oomb.memory.rows import LayerSpec, Row, pair
-from oomb.memory.selected import Choosing
+from oomb.memory.rows import LayerRows, RowLayout, kv_row
+from oomb.memory.selected import SelectionSpec
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.models.causal_lm import CausalLM, LayerShape
-from oomb.models.probe import facts_of
+from oomb.models.probe import model_shape
 from oomb.models.shape import LayerFacts
-from oomb.planner.fit import decide
-from oomb.planner.placement import choosing
+from oomb.planner.fit import place_or_raise
+from oomb.planner.placement import selection_spec
 from oomb.planner.request import Placement
 from oomb.utils.units import parse_bytes
 
@@ -32,7 +32,7 @@ SLOW_ADAPTERS = (
 
 
 @dataclass(frozen=True)
-class Stats:
+class TransferStats:
     """What moved between the tiers since the engine was made, or since `reset_stats`."""
 
     loaded_bytes: int
@@ -48,21 +48,21 @@ class Stats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class AllocationRequest:
     """A batch that is to have pages."""
 
     batch_size: int
     length: int
     longest: int
     """Of its documents: the longest one's length."""
-    trains: bool
+    needs_grad: bool
     fused: bool
     float32_sums: bool
-    is_only: bool = True
+    is_exclusive: bool = True
     """No other is opened before this one is closed."""
 
 
-class Budget:
+class PageAllocator:
     """The memory of an engine: its tiers, and who gets how much of them."""
 
     def __init__(self, model: CausalLM, config: Config) -> None:
@@ -73,7 +73,7 @@ class Budget:
         self._shapes: dict[tuple[Any, ...], dict[int, LayerShape]] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
         self._has_warned = False
-        self.has_states_on_host = False
+        self.optimizer_on_host = False
         """Whether the optimizer's states rest there: then no room is left for them on the GPU."""
 
     @property
@@ -84,26 +84,26 @@ class Budget:
             self._placements.clear()
         return self._tiers
 
-    def note_gradients(self) -> None:
+    def after_backward(self) -> None:
         """A gradient pass has come to its end."""
         self._versions = self._versions or self._parameter_versions()
 
     @property
-    def has_stepped(self) -> bool:
+    def optimizer_has_stepped(self) -> bool:
         """Whether an optimizer has changed the parameters: from then on its states are there."""
         return self._versions is not None and self._versions != self._parameter_versions()
 
     @property
-    def _has_states_to_come(self) -> bool:
-        return not (self.has_stepped or self.has_states_on_host)
+    def _expects_optimizer_states(self) -> bool:
+        return not (self.optimizer_has_stepped or self.optimizer_on_host)
 
     def _parameter_versions(self) -> list[int]:
         return [p._version for p in self.model.parameters() if p.requires_grad]
 
     @property
-    def stats(self) -> Stats:
-        copier, peak = self.tiers.copier, self.tiers.peak_bytes
-        return Stats(
+    def stats(self) -> TransferStats:
+        copier, peak = self.tiers.streams, self.tiers.peak_bytes
+        return TransferStats(
             loaded_bytes=copier.loaded_bytes,
             stored_bytes=copier.stored_bytes,
             waited_seconds=copier.waited_seconds,
@@ -111,7 +111,7 @@ class Budget:
             host_peak_bytes=peak[HOST],
         )
 
-    def open(self, wanted: Wanted) -> tuple[Placement, PageStore]:
+    def allocate(self, wanted: AllocationRequest) -> tuple[Placement, PageStore]:
         """The pages for a batch, and what was decided about it. Must be called while the model is running. Raises
         `OutOfPages`, with the numbers, if it cannot be done.
 
@@ -119,20 +119,27 @@ class Budget:
         others that hold pages, it is placed by what they have left.
         """
         shapes = self.layer_shapes()
-        key = wanted.batch_size, wanted.length, wanted.trains, wanted.is_only, self._autocast, tuple(shapes.values())
+        key = (
+            wanted.batch_size,
+            wanted.length,
+            wanted.needs_grad,
+            wanted.is_exclusive,
+            self._autocast,
+            tuple(shapes.values()),
+        )
         layers = {layer: _layer_spec(shape, wanted.batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
             with suppress(OutOfPages):
-                return self._placements[key], self._pages(self._placements[key], layers, wanted.trains)
-        placement = self._place(shapes, replace(wanted, is_only=wanted.is_only and is_alone))
-        store = self._pages(placement, layers, wanted.trains)
+                return self._placements[key], self._pages(self._placements[key], layers, wanted.needs_grad)
+        placement = self._place(shapes, replace(wanted, is_exclusive=wanted.is_exclusive and is_alone))
+        store = self._pages(placement, layers, wanted.needs_grad)
         if is_alone:
             self._placements[key] = placement
         return placement, store
 
-    def _pages(self, placement: Placement, layers: dict[int, LayerSpec], trains: bool) -> PageStore:
+    def _pages(self, placement: Placement, layers: dict[int, LayerRows], needs_grad: bool) -> PageStore:
         return PageStore(
             self.tiers,
             layers,
@@ -143,11 +150,11 @@ class Budget:
             gpu_grad_tokens=placement.gpu_grad_tokens,
             out_tokens=placement.out_tokens,
             gpu_out_tokens=placement.gpu_out_tokens,
-            trains=trains,
-            choosing=self._choosing(layers),
+            needs_grad=needs_grad,
+            choosing=self._selection_spec(layers),
         )
 
-    def _left_over(self) -> Config:
+    def _remaining_limits(self) -> Config:
         """The settings, where limits are what other sequences have left of them."""
         limits = {"gpu_memory": GPU, "host_memory": HOST}
         left: dict[str, Any] = {
@@ -157,7 +164,7 @@ class Budget:
         }
         return replace(self.config, **left) if left else self.config
 
-    def _choosing(self, layers: dict[int, LayerSpec]) -> Choosing | None:
+    def _selection_spec(self, layers: dict[int, LayerRows]) -> SelectionSpec | None:
         """How pages are chosen, in layers without a window."""
         config, dtypes = self.config, [spec.dtype for spec in layers.values() if spec.window is None]
         if config.page_budget is None or not dtypes:
@@ -165,7 +172,7 @@ class Budget:
         device = self.model.device
         # Triton has them from this generation of GPUs on.
         has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-        return choosing(config, dtypes[0], has_float8)
+        return selection_spec(config, dtypes[0], has_float8)
 
     @property
     def _autocast(self) -> torch.dtype | None:
@@ -189,7 +196,7 @@ class Budget:
             self._shapes[self._precision] = self.model.layer_shapes()
         return self._shapes[self._precision]
 
-    def _place(self, shapes: dict[int, LayerShape], wanted: Wanted) -> Placement:
+    def _place(self, shapes: dict[int, LayerShape], wanted: AllocationRequest) -> Placement:
         """What of a batch is kept and where, by the memory there is now."""
         layers = tuple(
             LayerFacts(
@@ -202,42 +209,47 @@ class Budget:
             )
             for shape in shapes.values()
         )
-        facts = facts_of(self.model.lm, layers, autocast=self._autocast is not None)
-        if facts.has_wide_adapters and wanted.trains and self.model.device.type == "cuda" and not self._has_warned:
+        facts = model_shape(self.model.lm, layers, autocast=self._autocast is not None)
+        if (
+            facts.has_float32_adapters
+            and wanted.needs_grad
+            and self.model.device.type == "cuda"
+            and not self._has_warned
+        ):
             self._has_warned = True
             warnings.warn(SLOW_ADAPTERS, stacklevel=2)
         if wanted.longest < wanted.length:
             # Each document has positions of its own, and its length has been checked.
             facts = replace(facts, num_positions=None)
-        gpu_room, host_room = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
-        if gpu_room is None:  # on a CPU all is one memory
-            host_room += self.tiers.idle_bytes(GPU)
-        return decide(
+        gpu, host = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
+        if gpu is None:  # on a CPU all is one memory
+            host += self.tiers.idle_bytes(GPU)
+        return place_or_raise(
             facts,
-            self._left_over(),
+            self._remaining_limits(),
             batch_size=wanted.batch_size,
             length=wanted.length,
-            trains=wanted.trains,
+            needs_grad=wanted.needs_grad,
             float32_sums=wanted.float32_sums,
             fused=wanted.fused,
-            gpu_room=None if gpu_room is None else gpu_room + self.tiers.idle_bytes(GPU),
-            host_room=host_room,
-            missing_grad_bytes=pending_bytes(self.model.parameters(), wanted.float32_sums) if wanted.trains else 0,
+            free_gpu_bytes=None if gpu is None else gpu + self.tiers.idle_bytes(GPU),
+            free_host_bytes=host,
+            missing_grad_bytes=missing_bytes(self.model.parameters(), wanted.float32_sums) if wanted.needs_grad else 0,
             # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
-            optimizer_bytes=2 * facts.grad_bytes if wanted.trains and self._has_states_to_come else 0,
-            is_only=wanted.is_only,
+            optimizer_bytes=2 * facts.grad_bytes if wanted.needs_grad and self._expects_optimizer_states else 0,
+            is_exclusive=wanted.is_exclusive,
         )
 
 
-def _layer_spec(shape: LayerShape, batch_size: int, config: Config) -> LayerSpec:
+def _layer_spec(shape: LayerShape, batch_size: int, config: Config) -> LayerRows:
     """How a token's K, V, gradients and attention output lie in memory."""
     k, v = ((batch_size, shape.num_kv_heads, size) for size in (shape.head_size, shape.value_size))
     kv_dtype, grad_dtype = _dtype(config.kv_dtype) or shape.dtype, _dtype(config.grad_dtype) or shape.dtype
     out, lse = (batch_size, shape.num_query_heads, shape.value_size), (batch_size, shape.num_query_heads)
-    return LayerSpec(
-        kv=pair(k, v, kv_dtype),
-        grad=pair(k, v, grad_dtype),
-        out=Row((out, shape.dtype), (lse, torch.promote_types(shape.dtype, torch.float32))),
+    return LayerRows(
+        kv=kv_row(k, v, kv_dtype),
+        grad=kv_row(k, v, grad_dtype),
+        out=RowLayout((out, shape.dtype), (lse, torch.promote_types(shape.dtype, torch.float32))),
         dtype=shape.dtype,
         window=shape.window,
     )

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oomb.ops.logprob import IGNORED
+from oomb.ops.logprob import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Batch:
     """Where documents begin that do not see one another. More than one only in a batch of one sequence."""
 
     @classmethod
-    def check(
+    def validate(
         cls,
         input_ids: Tensor,
         labels: Tensor | None,
@@ -38,7 +38,7 @@ class Batch:
         """The batch, or a `ValueError` that says what is wrong with it. `num_positions` is how many a model has
         learned, None if any number will do; `pad_token_id` tells padding from text where no attention mask does;
         `placeholders` are ids that stand for images and the like."""
-        ids = _whole_numbers("input_ids", input_ids)
+        ids = _to_token_ids("input_ids", input_ids)
         if ids.ndim != 2:
             raise ValueError(
                 f"input_ids has shape {tuple(ids.shape)}; it must be [batch, tokens] (unsqueeze a single one)"
@@ -48,28 +48,28 @@ class Batch:
         check_length(ids.shape[1], num_positions)
         _check_range("input_ids", ids, ids, vocab_size)
         text = ids
-        targets = ids if labels is None else _whole_numbers("labels", labels)
+        targets = ids if labels is None else _to_token_ids("labels", labels)
         if targets.shape != ids.shape:
             raise ValueError(
                 f"labels have shape {tuple(targets.shape)}, input_ids {tuple(ids.shape)}; they must be equal"
             )
         if labels is not None:
-            _check_range("labels", targets, targets[targets != IGNORED], vocab_size)
+            _check_range("labels", targets, targets[targets != IGNORE_INDEX], vocab_size)
         if attention_mask is not None:
             mask = torch.as_tensor(attention_mask).to("cpu", torch.bool)
             if mask.shape != ids.shape:
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
             for row in (mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero().flatten().tolist():
                 raise ValueError(_left_padding_text(row) if not mask[row, 0] else _gap_text(row, mask[row]))
-            targets, text = (x.masked_fill(~mask, IGNORED) for x in (targets, ids))
+            targets, text = (x.masked_fill(~mask, IGNORE_INDEX) for x in (targets, ids))
         elif pad_token_id is not None and ids.shape[1] > 1:
             for row in ((ids[:, 0] == pad_token_id) & (ids[:, -1] != pad_token_id)).nonzero().flatten().tolist():
                 raise ValueError(_left_padding_text(row) + "; if this is text, pass an attention_mask of ones")
-        _refuse_placeholders(text, placeholders)
-        return cls(ids=ids, targets=shifted(targets))
+        _reject_placeholders(text, placeholders)
+        return cls(ids=ids, targets=shift_labels(targets))
 
     @property
-    def longest(self) -> int:
+    def longest_document(self) -> int:
         """Tokens of the longest document."""
         return max(b - a for a, b in pairwise((*self.starts, self.ids.shape[1])))
 
@@ -77,11 +77,11 @@ class Batch:
         """(start, end) of each chunk. Chunks after the last one with a target (padding, masked ends) are left out: no
         gradient passes through them."""
         length = self.ids.shape[1]
-        counted = (self.targets != IGNORED).any(0).nonzero().flatten()
+        counted = (self.targets != IGNORE_INDEX).any(0).nonzero().flatten()
         last = int(counted[-1]) if len(counted) else 0
         return [(start, min(length, start + chunk_size)) for start in range(0, last + 1, chunk_size)]
 
-    def cuts(self, start: int, end: int) -> tuple[int, ...]:
+    def document_starts(self, start: int, end: int) -> tuple[int, ...]:
         """Where in the chunk documents begin, other than at its own beginning."""
         return tuple(at - start for at in self.starts if start < at < end)
 
@@ -89,7 +89,7 @@ class Batch:
         """[1, T]: the place of each token of the chunk in its document."""
         first = self.starts[bisect_right(self.starts, start) - 1]
         found = torch.arange(start - first, end - first, device=device)
-        for cut in self.cuts(start, end):
+        for cut in self.document_starts(start, end):
             found[cut:] = torch.arange(end - start - cut, device=device)
         return found.unsqueeze(0)
 
@@ -101,13 +101,13 @@ def check_length(length: int, num_positions: int | None) -> None:
         )
 
 
-def shifted(labels: Tensor) -> Tensor:
+def shift_labels(labels: Tensor) -> Tensor:
     """The target of every position: the label of the next one, along the last dimension."""
-    nothing = labels.new_full((*labels.shape[:-1], 1), IGNORED)
+    nothing = labels.new_full((*labels.shape[:-1], 1), IGNORE_INDEX)
     return torch.cat([labels[..., 1:], nothing], dim=-1)
 
 
-def _whole_numbers(name: str, x: Tensor) -> Tensor:
+def _to_token_ids(name: str, x: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; pass a tensor of token ids")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
@@ -126,7 +126,7 @@ def _check_range(name: str, x: Tensor, counted: Tensor, vocab_size: int) -> None
         )
 
 
-def _refuse_placeholders(ids: Tensor, placeholders: Mapping[int, str]) -> None:
+def _reject_placeholders(ids: Tensor, placeholders: Mapping[int, str]) -> None:
     for token, name in placeholders.items():
         where = (ids == token).nonzero().tolist()
         if where:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from oomb.config import Config
-from oomb.engine.allocator import Budget, Stats
+from oomb.engine.allocator import PageAllocator, TransferStats
 from oomb.engine.batch import Batch
-from oomb.engine.grads import float32_sums_fit, refuse_hooks
-from oomb.engine.head import TiledHead
-from oomb.engine.packing import Given, read
-from oomb.engine.passes import ChunkedLogProbs, Count, Sequence
+from oomb.engine.grads import float32_sums_fit, reject_tensor_hooks
+from oomb.engine.head import TokenHead
+from oomb.engine.packing import PackedInputs, pack_inputs
+from oomb.engine.passes import ChunkCounter, ChunkedForward, _ChunkedLogProbs
 from oomb.models.causal_lm import CausalLM
-from oomb.models.hooks import one_at_a_time
+from oomb.models.hooks import engine_lock
 from oomb.planner.request import Placement
 
 
@@ -42,23 +42,23 @@ class Engine:
             )
         self.config = config or Config()
         self.model = CausalLM(model)
-        self.head = TiledHead(self.model)
+        self.head = TokenHead(self.model)
         self.progress: Callable[[str, int, int], None] | None = None
         """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
-        self.watch: Callable[[int, int, Tensor], None] | None = None
+        self.on_selection: Callable[[int, int, Tensor], None] | None = None
         """Called as watch(layer, start of the chunk, chosen pages [B, N, C]) when pages have been chosen."""
-        self.keeper: weakref.ref[Sequence] | None = None
+        self._last_chunk_owner: weakref.ref[ChunkedForward] | None = None
         """The sequence that keeps its last chunk's activations until its backward, if one does."""
-        self.budget = Budget(self.model, self.config)
+        self.allocator = PageAllocator(self.model, self.config)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> TransferStats:
         """Counters of the traffic between GPU and host, since the engine was made or since `reset_stats`."""
-        return self.budget.stats
+        return self.allocator.stats
 
     def reset_stats(self) -> None:
         """Counts from zero again."""
-        self.budget.tiers.reset_counters()
+        self.allocator.tiers.reset_counters()
 
     def reserve(self, batch_size: int, length: int) -> Placement:
         """Takes the memory that training on such a batch will need, or says why it can't. Calls do this by themselves;
@@ -67,24 +67,24 @@ class Engine:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         ids = torch.zeros(1, 1, dtype=torch.long).expand(batch_size, length)
-        with one_at_a_time:
-            sequence = Sequence(self, Batch(ids=ids, targets=ids), trains=True, state=self.model.state())
+        with engine_lock:
+            sequence = ChunkedForward(self, Batch(ids=ids, targets=ids), needs_grad=True, state=self.model.state())
         try:
-            return sequence.open()
+            return sequence.allocate()
         finally:
             sequence.close()
 
     def release(self) -> None:
         """Gives back the memory that is held for the pages of later calls. The next call takes it anew."""
-        with one_at_a_time:
-            self.budget.tiers.release()
+        with engine_lock:
+            self.allocator.tiers.release()
 
     @property
     def fuse(self) -> bool:
         return self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
 
     @property
-    def sums_in_float32(self) -> bool:
+    def sums_grads_in_float32(self) -> bool:
         if self.config.param_grad_dtype == "auto":
             return float32_sums_fit(self.model.parameters(), self.model.device)
         return self.config.param_grad_dtype == "float32"
@@ -104,13 +104,13 @@ class Engine:
         A batch is [B, T], padded on the right if there is an `attention_mask`; or a list of documents, each of its own
         length; or rows of several documents, whose `position_ids` begin anew with each or whose `attention_mask`
         numbers them (1, 1, 2, 2, 0). No document sees another, and padding is not computed."""
-        given = self.read(input_ids, labels, attention_mask, position_ids)
-        num_counted = given.num_counted
+        packed = self.pack(input_ids, labels, attention_mask, position_ids)
+        num_counted = packed.num_counted
         if num_counted == 0 and num_items is None:
             raise ValueError(
                 "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
             )
-        total = -torch.stack([logp.sum() for logp in self.target_logprobs(given)]).sum()
+        total = -torch.stack([logp.sum() for logp in self.forward(packed)]).sum()
         return total / (num_counted if num_items is None else num_items)
 
     @overload
@@ -130,19 +130,19 @@ class Engine:
     ) -> Tensor | list[Tensor]:
         """[B, T]: log p(token t | tokens before t); 0 at the first token of a document and where `attention_mask` is 0.
         Of a list of documents, a list of [T]."""
-        given = self.read(input_ids, None, attention_mask, position_ids)
-        logp = given.join(self.target_logprobs(given))
-        return [_one_later(row) for row in logp] if isinstance(logp, list) else _one_later(logp)
+        given = self.pack(input_ids, None, attention_mask, position_ids)
+        logp = given.join(self.forward(given))
+        return [_shift_right(row) for row in logp] if isinstance(logp, list) else _shift_right(logp)
 
-    def read(
+    def pack(
         self,
         input_ids: Tensor | list[Tensor],
         labels: Tensor | list[Tensor] | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-    ) -> Given:
+    ) -> PackedInputs:
         """What a caller passes, checked and arranged in batches: the argument of `target_logprobs`."""
-        return read(
+        return pack_inputs(
             input_ids,
             labels,
             attention_mask,
@@ -156,28 +156,28 @@ class Engine:
             placeholders=self.model.placeholders,
         )
 
-    def target_logprobs(self, given: Given) -> list[Tensor]:
+    def forward(self, packed: PackedInputs) -> list[Tensor]:
         """[B, T] of each batch: log-probability of every position's target. Their backward is the gradient pass."""
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        with one_at_a_time:
-            if not self.budget.knows_layer_shapes:
+        needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
+        with engine_lock:
+            if not self.allocator.knows_layer_shapes:
                 # First of all: bitsandbytes' layers give their bias another dtype in their first forward.
-                Sequence(self, given.batches[0], trains, self.model.state()).look_at_layers()
+                ChunkedForward(self, packed.batches[0], needs_grad, self.model.state()).probe_layers()
             # A pass in another thread may have changed training modes for its own time. Weights are summed up once for
             # all sequences.
-            state = self.model.state(with_sums=trains)
-            sequences = [Sequence(self, batch, trains, state) for batch in given.batches]
-        count = Count(sum(len(sequence.bounds) for sequence in sequences))
+            state = self.model.state(with_sums=needs_grad)
+            sequences = [ChunkedForward(self, batch, needs_grad, state) for batch in packed.batches]
+        count = ChunkCounter(sum(len(sequence.bounds) for sequence in sequences))
         for sequence in sequences:
-            sequence.count, sequence.is_last = count, sequence is sequences[-1]
-            sequence.is_only = len(sequences) == 1
-        if not trains:
+            sequence.counter, sequence.is_last = count, sequence is sequences[-1]
+            sequence.is_exclusive = len(sequences) == 1
+        if not needs_grad:
             with torch.no_grad():
                 return [sequence.fill() for sequence in sequences]
-        refuse_hooks(self.model.lm.named_parameters())
+        reject_tensor_hooks(self.model.lm.named_parameters())
         anchor = torch.zeros((), device=self.model.device, requires_grad=True)
         try:
-            return [ChunkedLogProbs.apply(anchor, sequence) for sequence in sequences]
+            return [_ChunkedLogProbs.apply(anchor, sequence) for sequence in sequences]
         except BaseException:
             # Those that are filled wait for a backward that will not come, and the error holds on to them.
             for sequence in sequences:
@@ -185,5 +185,5 @@ class Engine:
             raise
 
 
-def _one_later(logp: Tensor) -> Tensor:
+def _shift_right(logp: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(logp[..., :1]), logp[..., :-1]], dim=-1)

@@ -18,7 +18,7 @@ from oomb.ops.rounding import add_, mix
 
 
 @contextmanager
-def collecting(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int = 0) -> Iterator[None]:
+def accumulate(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int = 0) -> Iterator[None]:
     """A gradient pass: many backward calls that make one gradient.
 
     With `in_float32`, gradients of lower precision are summed in float32 and added to `.grad` at the end; if the body
@@ -31,7 +31,7 @@ def collecting(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int =
         parameter._post_accumulate_grad_hooks.clear()
     short = [p for p in parameters if p.dtype.itemsize < 4]
     try:
-        with _float32_sums(short) if in_float32 else _short_sums(short, seed):
+        with _float32_sums(short) if in_float32 else _half_precision_sums(short, seed):
             yield
     finally:
         for parameter, own in hooks.items():
@@ -42,7 +42,7 @@ def collecting(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int =
                 hook(parameter)
 
 
-def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def reject_tensor_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """`Parameter.register_hook` would see the gradient of one chunk at a time and take it for the whole."""
     for name, parameter in parameters:
         if parameter._backward_hooks:
@@ -53,7 +53,7 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 @contextmanager
-def _taking(parameters: list[nn.Parameter], take: Callable[[nn.Parameter], None]) -> Iterator[list[Tensor | None]]:
+def _intercept(parameters: list[nn.Parameter], take: Callable[[nn.Parameter], None]) -> Iterator[list[Tensor | None]]:
     """Every gradient that autograd makes goes to `take`, which leaves none behind. Yields those of before."""
     before = [p.grad for p in parameters]
     handles = []
@@ -80,7 +80,7 @@ def _float32_sums(parameters: list[nn.Parameter]) -> Iterator[None]:
             sums[parameter] = grad.float()
         parameter.grad = None
 
-    with _taking(parameters, take) as before:
+    with _intercept(parameters, take) as before:
         try:
             yield
         except BaseException:
@@ -95,7 +95,7 @@ def _float32_sums(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _short_sums(parameters: list[nn.Parameter], seed: int) -> Iterator[None]:
+def _half_precision_sums(parameters: list[nn.Parameter], seed: int) -> Iterator[None]:
     sums: dict[nn.Parameter, Tensor] = {}
     taken = Counter[nn.Parameter]()
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -110,7 +110,7 @@ def _short_sums(parameters: list[nn.Parameter], seed: int) -> Iterator[None]:
         taken[parameter] += 1
         parameter.grad = None
 
-    with _taking(parameters, take) as before:
+    with _intercept(parameters, take) as before:
         sums.update({p: grad for p, grad in zip(parameters, before, strict=True) if grad is not None})
         try:
             yield
@@ -124,10 +124,10 @@ def float32_sums_fit(parameters: Iterable[nn.Parameter], device: torch.device) -
     one takes more pages and nothing else."""
     if device.type != "cuda":
         return True
-    return pending_bytes(parameters, in_float32=True) <= torch.cuda.get_device_properties(device).total_memory / 4
+    return missing_bytes(parameters, in_float32=True) <= torch.cuda.get_device_properties(device).total_memory / 4
 
 
-def pending_bytes(parameters: Iterable[nn.Parameter], in_float32: bool) -> int:
+def missing_bytes(parameters: Iterable[nn.Parameter], in_float32: bool) -> int:
     """Bytes that a gradient pass has to take for parameter gradients: float32 sums, or those that do not exist yet."""
     total = 0
     for p in parameters:

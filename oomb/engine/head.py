@@ -14,9 +14,9 @@ from oomb.ops.logprob import (
     Function,
     TargetLogProb,
     rows_with_targets,
+    split_tiles,
     target_logprob,
     target_logprob_backward,
-    tiles_of,
 )
 
 
@@ -29,7 +29,7 @@ class Model(Protocol):
     def logits(self, hidden_ND: Tensor) -> Tensor: ...
 
 
-class TiledHead:
+class TokenHead:
     """From hidden states to log-probabilities of targets and back, a tile of rows at a time.
 
     With `fuse`, the arithmetic between logits and log-probabilities is compiled, for each number of rows anew: ask for
@@ -46,7 +46,7 @@ class TiledHead:
         rows, targets = rows_with_targets(targets_BT, hidden_ND.device)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         logp = torch.zeros(len(hidden_ND), dtype=wide, device=hidden_ND.device)
-        math, tiles = self._plan(fuse and isinstance(rows, slice), hidden_ND[rows], targets)
+        math, tiles = self._tiles(fuse and isinstance(rows, slice), hidden_ND[rows], targets)
         with torch.no_grad():
             parts = [math[0](self.model.logits(h), t)[0] for h, t in tiles]
         if parts:
@@ -60,7 +60,7 @@ class TiledHead:
         dhidden = torch.zeros_like(hidden_ND)
         counted = dhidden[rows]
         dlogp_N = dlogp_BT.flatten()[rows]
-        math, tiles = self._plan(fuse and isinstance(rows, slice), hidden_ND[rows], targets, dlogp_N, counted)
+        math, tiles = self._tiles(fuse and isinstance(rows, slice), hidden_ND[rows], targets, dlogp_N, counted)
         for h, t, dlogp, out in tiles:
             h = h.detach().requires_grad_()
             with torch.enable_grad():
@@ -71,7 +71,7 @@ class TiledHead:
         dhidden[rows] = counted
         return dhidden.view_as(hidden_BTD)
 
-    def _plan(self, fuse: bool, *rows: Tensor) -> tuple[tuple[Function, Function], Iterator[tuple[Tensor, ...]]]:
+    def _tiles(self, fuse: bool, *rows: Tensor) -> tuple[tuple[Function, Function], Iterator[tuple[Tensor, ...]]]:
         if fuse:
-            return self.fused, tiles_of(FUSED_TILE // self.model.vocab_size, *rows)
-        return (target_logprob, target_logprob_backward), tiles_of(PLAIN_TILE // self.model.vocab_size, *rows)
+            return self.fused, split_tiles(FUSED_TILE // self.model.vocab_size, *rows)
+        return (target_logprob, target_logprob_backward), split_tiles(PLAIN_TILE // self.model.vocab_size, *rows)

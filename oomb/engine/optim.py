@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.engine.optim_state import MASTER, AsItIs, Home, Layout, block_bounds, flat, staging_buffer
+from oomb.engine.optim_state import MASTER, HostState, Layout, _Opaque, block_bounds, flat, staging_buffer
 from oomb.memory.host import free_host_bytes
 from oomb.memory.pool import OutOfPages
-from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Ring
-from oomb.ops.moments import MOMENTS, STATE_DTYPES, decoded, encode_, field_sizes, part, rounded_at_random
+from oomb.memory.transfer import BufferRing, CopyStreams, Event, Load, Prefetcher
+from oomb.ops.moments import MOMENTS, STATE_DTYPES, _stochastic_round, decode, encode_, field_sizes, part
 from oomb.utils.units import GIB
 
 NUM_BUFFERS = 3
@@ -70,15 +70,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise ValueError(f"betas are {betas}; two numbers are needed, each 0 or more and below 1")
         self.state_dtype = state_dtype
         self.master_weights = master_weights
-        self._at_rest()
+        self._synchronized()
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
-    def _at_rest(self) -> None:
-        self._homes: dict[Tensor, Home] = {}
-        self._copier: Copier | None = None
+    def _synchronized(self) -> None:
+        self._homes: dict[Tensor, HostState] = {}
+        self._copier: CopyStreams | None = None
         self._buffer: Tensor | None = None
         """The staging buffers, while copies may touch them."""
-        self._pending: Commit | None = None
+        self._pending: PendingWrite | None = None
         """A piece that is being written."""
         self._done: dict[Tensor, int] = {}
         """How many numbers of each parameter the present step has updated. Empty between steps."""
@@ -109,14 +109,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
+        self._finish_pending()
         pieces = self._pieces()
         if pieces:
             self._stream(pieces)
         self._done = {}
         return loss
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[StateBlock]:
         """What is left to do in this step. Refuses what cannot be done, takes memory, changes nothing."""
         numbered = [(p, group) for group in self.param_groups for p in group["params"]]
         stepping = [
@@ -132,25 +132,25 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return [
             piece
             for number, parameter, group in stepping
-            for piece in self._pieces_of(parameter, number, Update.of(group, self._opened(parameter, number)))
+            for piece in self._pieces_of(parameter, number, Update.of(group, self._state_of(parameter, number)))
         ]
 
-    def _pieces_of(self, parameter: Tensor, number: int, update: Update) -> Iterator[Piece]:
+    def _pieces_of(self, parameter: Tensor, number: int, update: Update) -> Iterator[StateBlock]:
         assert parameter.grad is not None
         values, grad = flat(parameter.detach(), parameter), flat(parameter.grad, parameter)
         for start, end in block_bounds(self._done.get(parameter, 0), values.numel()):
             host = part(self._homes[parameter].rows, start, end)
             # What is drawn depends on the step and the place alone: a run that is resumed goes on as it would have.
             seed = hash((number, update.step, start)) % 2**63
-            yield Piece(parameter, values[start:end], grad[start:end], host, update, end, seed)
+            yield StateBlock(parameter, values[start:end], grad[start:end], host, update, end, seed)
 
-    def _stream(self, pieces: list[Piece]) -> None:
+    def _stream(self, pieces: list[StateBlock]) -> None:
         device = pieces[0].values.device
         if self._copier is None or self._copier.device != device:
-            self._copier = Copier(device)
+            self._copier = CopyStreams(device)
         layout = Layout([piece.host for piece in pieces])
         self._buffer = staging_buffer(NUM_BUFFERS * layout.num_bytes, device)
-        ring, prefetcher = Ring(NUM_BUFFERS, self._buffer), Prefetcher(self._copier)
+        ring, prefetcher = BufferRing(NUM_BUFFERS, self._buffer), Prefetcher(self._copier)
         allocated = self._copier.mark()
         for slot in ring.slots:
             # The computation may still be using what lay here before.
@@ -163,12 +163,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot = prefetcher.take(load)
                 staged = layout.views(slot.bytes, piece.host)
                 values = updated(piece, staged, generator.manual_seed(piece.seed))
-                self._pending = Commit(piece, values, staged)
+                self._pending = PendingWrite(piece, values, staged)
                 prefetcher.give(ring, slot, self._commit(self._pending))
         finally:
-            self._settle()
+            self._finish_pending()
 
-    def _commit(self, commit: Commit) -> Event:
+    def _commit(self, commit: PendingWrite) -> Event:
         """Writes a piece: to the parameter, to the host, and on record. Doing it again changes nothing, as long as the
         buffer has not been given back."""
         assert self._copier is not None
@@ -182,7 +182,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._pending = None
         return stored
 
-    def _settle(self) -> None:
+    def _finish_pending(self) -> None:
         """At the end of a step, or where one was interrupted: no copy is under way and no piece half written."""
         if self._copier is None or self._buffer is None:
             return
@@ -213,7 +213,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         try:
             if needed > free:
                 raise OutOfPages
-            homes = {p: Home(p, self._fields(p)) for p in homeless}
+            homes = {p: HostState(p, self._fields(p)) for p in homeless}
         except OutOfPages as error:
             remedies = [
                 f'state_dtype="{name}" takes {sum(self._state_bytes(p, name) for p in homeless) / GIB:.1f} GiB'
@@ -229,7 +229,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             ) from None
         self._homes.update(homes)
 
-    def _opened(self, parameter: Tensor, number: int) -> dict[str, Any]:
+    def _state_of(self, parameter: Tensor, number: int) -> dict[str, Any]:
         """The state of a parameter, in its home: moved there if it has come from elsewhere, new if there is none."""
         home, state = self._homes[parameter], self.state[parameter]
         if state.get("exp_avg") is not home.state["exp_avg"]:
@@ -239,41 +239,41 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of `torch.optim.AdamW`, with the moments as they rest. The tensors are the optimizer's own."""
-        self._refuse_half_a_step()
+        self._check_no_partial_step()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of this class or of `torch.optim.AdamW`, whatever its precision; the same one exactly."""
-        self._settle()
+        self._finish_pending()
         # The last of the hooks: torch would cast every state to the device and the precision of its parameter.
-        handle = self.register_load_state_dict_pre_hook(_as_it_is)
+        handle = self.register_load_state_dict_pre_hook(_opaque)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_half_a_step()
+        self._check_no_partial_step()
         return {**super().__getstate__(), "state_dtype": self.state_dtype, "master_weights": self.master_weights}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a pickle, or at the end of `load_state_dict`."""
-        loaded = {p: s.state if isinstance(s, AsItIs) else s for p, s in state["state"].items()}
+        loaded = {p: s.state if isinstance(s, _Opaque) else s for p, s in state["state"].items()}
         numbered = list(enumerate(p for group in state["param_groups"] for p in group["params"]))
         numbered = [(number, p) for number, p in numbered if loaded.get(p) and p.numel()]
         for number, parameter in numbered:
-            _refuse_shape(parameter, number, loaded[parameter])
+            _check_shape(parameter, number, loaded[parameter])
         if "_homes" not in self.__dict__:
-            self._at_rest()
+            self._synchronized()
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
         self._take([parameter for _, parameter in numbered])
         self._done = {}
         self.state = defaultdict(dict, {parameter: loaded[parameter] for _, parameter in numbered})
         for number, parameter in numbered:
-            self._opened(parameter, number)
+            self._state_of(parameter, number)
 
-    def _refuse_half_a_step(self) -> None:
-        self._settle()
+    def _check_no_partial_step(self) -> None:
+        self._finish_pending()
         if self._done:
             raise RuntimeError(
                 f"a step was interrupted when {len(self._done)} parameters were updated, the last perhaps in part: "
@@ -308,7 +308,7 @@ class Update:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class StateBlock:
     """Neighbouring numbers of a parameter."""
 
     parameter: Tensor
@@ -322,35 +322,35 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Commit:
+class PendingWrite:
     """A piece with its new values and, in a staging buffer, its new states."""
 
-    piece: Piece
+    piece: StateBlock
     values: Tensor
     staged: dict[str, Tensor]
 
 
-def updated(piece: Piece, staged: dict[str, Tensor], generator: torch.Generator) -> Tensor:
+def updated(piece: StateBlock, staged: dict[str, Tensor], generator: torch.Generator) -> Tensor:
     """The new values of a piece; its states in the staging buffer become the new ones. The parameter is not touched."""
     dtype = piece.values.dtype
     wide = torch.promote_types(dtype, torch.float32)
     values = staged[MASTER] if MASTER in staged else piece.values.to(wide, copy=True)
-    moments = [decoded(staged, name, wide) for name in MOMENTS]
+    moments = [decode(staged, name, wide) for name in MOMENTS]
     piece.update.apply_(values, piece.grad.to(wide), *moments)
     for name, moment in zip(MOMENTS, moments, strict=True):
         encode_(staged, name, moment, generator)
-    return values if MASTER in staged or dtype == wide else rounded_at_random(values, dtype, generator)
+    return values if MASTER in staged or dtype == wide else _stochastic_round(values, dtype, generator)
 
 
-def _as_it_is(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _opaque(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         for name, value in ONLY.items():
             if group.get(name, value) != value and (name != "decoupled_weight_decay" or group["weight_decay"]):
                 raise ValueError(f"the state to load is of an optimizer with {name}={group[name]}, not plain AdamW")
-    return {**state_dict, "state": {key: AsItIs(state) for key, state in state_dict["state"].items()}}
+    return {**state_dict, "state": {key: _Opaque(state) for key, state in state_dict["state"].items()}}
 
 
-def _refuse_shape(parameter: Tensor, number: int, state: dict[str, Any]) -> None:
+def _check_shape(parameter: Tensor, number: int, state: dict[str, Any]) -> None:
     for name in {*MOMENTS, MASTER} & state.keys():
         if state[name].shape != parameter.shape:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import OutOfPages
 from oomb.memory.rows import row_bytes
-from oomb.ops.moments import MOMENTS, decoded, encode_, part, scale_of
+from oomb.ops.moments import MOMENTS, decode, encode_, part, scale_of
 
 PIECE_SIZE = 2**22
 """Most numbers in a piece; a multiple of 256. 32 MiB of float32 moments take 0.7 ms on the link of an H200, and Python
@@ -44,7 +44,7 @@ def block_bounds(first: int, end: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE_SIZE, end)
 
 
-class Home:
+class HostState:
     """The states of one parameter in host memory, each field in a slab of its own: so it can be saved as it is."""
 
     def __init__(self, parameter: Tensor, fields: dict[str, tuple[torch.dtype, int]]) -> None:
@@ -74,7 +74,7 @@ class Home:
             x, scales = state[name], state.get(scale_of(name))
             if scales is not None and memory_order(x) != self.order:
                 # Its runs are others.
-                row = decoded({name: flat(x, x), scale_of(name): scales}, name, torch.float32)
+                row = decode({name: flat(x, x), scale_of(name): scales}, name, torch.float32)
                 x, scales = row.as_strided(x.shape, x.stride()), None
             given[name] = flat(x, parameter)
             if scales is not None:
@@ -89,7 +89,7 @@ class Home:
                         own[key].copy_(other[key])
                 elif name in other:
                     on_host = {key: x.cpu() for key, x in other.items()}
-                    encode_(own, name, decoded(on_host, name, torch.float32), generator)
+                    encode_(own, name, decode(on_host, name, torch.float32), generator)
                 elif not was_blank:
                     for key in keys:
                         own[key].zero_()
@@ -133,7 +133,7 @@ def staging_buffer(num_bytes: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class _Opaque:
     """A state in a wrapping that torch does not look into."""
 
     state: dict[str, Any]

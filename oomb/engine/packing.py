@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from oomb.engine.batch import Batch, check_length
-from oomb.ops.logprob import IGNORED
+from oomb.ops.logprob import IGNORE_INDEX
 
 
-def lay_out(lengths: Sequence[int], chunk_size: int, may_share: bool = True) -> list[list[int]]:
+def best_fit(lengths: Sequence[int], chunk_size: int, may_share: bool = True) -> list[list[int]]:
     """Which documents make up each sequence, in this order. Each goes, the longest first, where it leaves the least
     room (best fit); `may_share=False` gives everyone a sequence of its own."""
     found: list[list[int]] = []
@@ -43,7 +43,7 @@ def lay_out(lengths: Sequence[int], chunk_size: int, may_share: bool = True) -> 
 
 
 @dataclass(frozen=True)
-class Given:
+class PackedInputs:
     """What a caller gave, as batches to compute, and the way back."""
 
     batches: tuple[Batch, ...]
@@ -55,7 +55,7 @@ class Given:
 
     @property
     def num_counted(self) -> int:
-        return sum(int((batch.targets != IGNORED).sum()) for batch in self.batches)
+        return sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in self.batches)
 
     def join(self, found: Sequence[Tensor]) -> Any:
         """One number per token, [B, T] of each batch, in the shape of what was given; 0 where nothing was."""
@@ -70,14 +70,14 @@ class Given:
         return whole.index_put((rows.to(whole.device), columns.to(whole.device)), torch.cat([p for *_, p in parts]))
 
 
-def arrange(
+def pack_documents(
     documents: Sequence[tuple[int, int, Tensor, Tensor]],
     chunk_size: int,
     may_share: bool,
     shape: tuple[int, int] | None = None,
-) -> Given:
+) -> PackedInputs:
     """Batches of `documents`: row and first column of each, its ids and its targets."""
-    layout = lay_out([len(ids) for *_, ids, _ in documents], chunk_size, may_share)
+    layout = best_fit([len(ids) for *_, ids, _ in documents], chunk_size, may_share)
     batches, spans = [], {}
     for batch, members in enumerate(layout):
         starts, pairs = [0], [documents[i][2:] for i in members]
@@ -87,10 +87,10 @@ def arrange(
             starts.append(starts[-1] + len(ids))
         whole_ids, targets = (torch.cat([pair[i] for pair in pairs]).unsqueeze(0) for i in (0, 1))
         batches.append(Batch(ids=whole_ids, targets=targets, starts=tuple(starts[:-1])))
-    return Given(tuple(batches), tuple(spans[i] for i in range(len(documents))), shape)
+    return PackedInputs(tuple(batches), tuple(spans[i] for i in range(len(documents))), shape)
 
 
-def read(
+def pack_inputs(
     input_ids: Tensor | list[Tensor],
     labels: Tensor | list[Tensor] | None,
     attention_mask: Tensor | None,
@@ -99,7 +99,7 @@ def read(
     chunk_size: int,
     may_share: bool,
     **limits: Any,
-) -> Given:
+) -> PackedInputs:
     """Checks what a caller passes and arranges it. A batch without padding stays as it is; what has padding, several
     documents in a row or is a list is taken apart. `limits` are those of `Batch.check`."""
     if isinstance(input_ids, list):
@@ -107,7 +107,7 @@ def read(
     if isinstance(labels, list):
         raise ValueError(f"input_ids is a tensor and labels a list of {len(labels)}; they must be alike")
     # A row may be longer than all that stands in it.
-    batch = Batch.check(input_ids, labels, attention_mask, **{**limits, "num_positions": None})
+    batch = Batch.validate(input_ids, labels, attention_mask, **{**limits, "num_positions": None})
     num_rows, length = batch.ids.shape
     ends, numbered = [length] * num_rows, None
     if attention_mask is not None:
@@ -127,17 +127,17 @@ def read(
     bounds = [(*(at for at in first if at < end), end) for first, end in zip(starts, ends, strict=True)]
     check_length(max(b - a for row in bounds for a, b in pairwise((0, *row))), limits["num_positions"])
     if all(end == length and row == [0] for end, row in zip(ends, starts, strict=True)):
-        return Given((batch,))
+        return PackedInputs((batch,))
     documents = []
     for row, marks in enumerate(bounds):
         for a, b in pairwise(marks):
             if a < b:
                 targets = batch.targets[row, a:b].clone()
-                targets[-1] = IGNORED  # it is another document's token, or padding
+                targets[-1] = IGNORE_INDEX  # it is another document's token, or padding
                 documents.append((row, a, batch.ids[row, a:b], targets))
     if not documents:
         raise ValueError("attention_mask is 0 everywhere: there is nothing to compute")
-    return arrange(documents, chunk_size, may_share, (num_rows, length))
+    return pack_documents(documents, chunk_size, may_share, (num_rows, length))
 
 
 def _read_list(
@@ -148,7 +148,7 @@ def _read_list(
     chunk_size: int,
     may_share: bool,
     limits: dict[str, Any],
-) -> Given:
+) -> PackedInputs:
     if not input_ids:
         raise ValueError("input_ids is an empty list; give one document or more")
     if attention_mask is not None or position_ids is not None:
@@ -165,11 +165,11 @@ def _read_list(
                 raise ValueError(f"input_ids has shape {tuple(ids.shape)}; a document is a tensor of one dimension")
             row, own = ids[None], None if labels is None else labels[index][None]
             # A document may begin with the padding token: there is no padding in a list.
-            batch = Batch.check(row, own, None, **{**limits, "pad_token_id": None})
+            batch = Batch.validate(row, own, None, **{**limits, "pad_token_id": None})
         except ValueError as error:
             raise ValueError(f"document {index}: {error}") from None
         documents.append((index, 0, batch.ids[0], batch.targets[0]))
-    return arrange(documents, chunk_size, may_share)
+    return pack_documents(documents, chunk_size, may_share)
 
 
 def _numbered_starts(mask: Tensor, ends: Sequence[int]) -> list[list[int]]:

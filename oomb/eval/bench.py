@@ -23,12 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
-from oomb.engine.head import TiledHead
+from oomb.engine.head import TokenHead
 from oomb.models.adapters import autocast_for, with_lora
 from oomb.models.causal_lm import CausalLM
-from oomb.models.hooks import switch_checkpointing
+from oomb.models.hooks import set_checkpointing
 from oomb.models.load import load_model
-from oomb.ops.logprob import IGNORED
+from oomb.ops.logprob import IGNORE_INDEX
 from oomb.planner.flops import step_flops
 from oomb.planner.hardware import PEAK_TFLOPS
 from oomb.utils import metrics, units
@@ -49,7 +49,7 @@ for the loss. Two bfloat16 runs of a deep random model are 0.07 apart."""
 
 
 @dataclass
-class Row:
+class BenchResult:
     """One mode at one context."""
 
     mode: str
@@ -78,11 +78,11 @@ class Report:
     model: str
     settings: dict[str, Any]
     machine: dict[str, Any]
-    rows: list[Row]
+    rows: list[BenchResult]
 
     def table(self) -> Table:
         table = Table(title=f"{self.model}: one step, forward and backward")
-        columns: dict[str, Callable[[Row], str]] = {
+        columns: dict[str, Callable[[BenchResult], str]] = {
             "context": lambda row: f"{row.context:,}",
             "mode": lambda row: row.mode,
             "time": lambda row: row.problem or units.seconds(row.seconds or 0.0),
@@ -127,7 +127,7 @@ def run(
     repeats: int = 1,
     settings: dict[str, Any] | None = None,
     finish: Callable[[Engine], None] | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[BenchResult], None] | None = None,
     on_chunk: Callable[[str, int, int], None] | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -144,7 +144,7 @@ def run(
     engine.progress = on_chunk
     vocab, place = engine.model.vocab_size, engine.model.device
     steps: dict[str, EngineStep | StandardStep] = {"standard": StandardStep(network), "oomb": EngineStep(engine)}
-    rows: list[Row] = []
+    rows: list[BenchResult] = []
     for context in sorted(contexts):
         ids = torch.randint(1, vocab, (1, context), generator=torch.Generator().manual_seed(context))
         sample: dict[str, Tensor] = {}
@@ -176,14 +176,14 @@ class EngineStep:
         self.engine = engine
         self.is_warm = False
 
-    def prepare(self, ids: Tensor, row: Row) -> None:
+    def prepare(self, ids: Tensor, row: BenchResult) -> None:
         """Takes the memory beforehand: pinning it is a matter of a run's first step, as compilation is."""
         begin = time.perf_counter()
         self.engine.reserve(*ids.shape)
         row.reserve_seconds = time.perf_counter() - begin
         self.engine.reset_stats()
 
-    def finish(self, row: Row) -> None:
+    def finish(self, row: BenchResult) -> None:
         stats = self.engine.stats
         row.gpu_page_bytes, row.host_page_bytes = stats.gpu_peak_bytes, stats.host_peak_bytes
         row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
@@ -202,19 +202,19 @@ class StandardStep:
         self.network = network
         self.is_warm = False
         self.model = CausalLM(network)
-        self.head = TiledHead(self.model)
+        self.head = TokenHead(self.model)
 
-    def prepare(self, ids: Tensor, row: Row) -> None: ...
+    def prepare(self, ids: Tensor, row: BenchResult) -> None: ...
 
-    def finish(self, row: Row) -> None: ...
+    def finish(self, row: BenchResult) -> None: ...
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.model.device)
-        targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
+        targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORE_INDEX)], dim=1)
         num_counted = ids.shape[1] - 1
         was_training = self.network.training
         self.network.train()
-        switch_checkpointing(self.model.lm, on=True)
+        set_checkpointing(self.model.lm, on=True)
         try:
             with sdpa_kernel(FASTEST_FIRST, set_priority=True):
                 hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
@@ -222,7 +222,7 @@ class StandardStep:
                 dhidden = self.head.backward(hidden, targets, torch.full_like(logp, -1 / num_counted))
                 hidden.backward(dhidden)
         finally:
-            switch_checkpointing(self.model.lm, on=False)
+            set_checkpointing(self.model.lm, on=False)
             self.network.train(was_training)
         return -logp.sum() / num_counted
 
@@ -234,8 +234,8 @@ def _prepare(model: str, dtype: str, device: str, lora: bool, trust_remote_code:
 
 def _measure(
     mode: str, step: EngineStep | StandardStep, ids: Tensor, network: nn.Module, repeats: int, place: torch.device
-) -> Row:
-    row = Row(mode=mode, context=ids.shape[1])
+) -> BenchResult:
+    row = BenchResult(mode=mode, context=ids.shape[1])
     on_gpu = place.type == "cuda"
     try:
         if not step.is_warm:
@@ -266,7 +266,7 @@ def _measure(
 
 
 def _compare(
-    row: Row, other: Row | None, network: nn.Module, sample: dict[str, Tensor], covers_all: bool = True
+    row: BenchResult, other: BenchResult | None, network: nn.Module, sample: dict[str, Tensor], covers_all: bool = True
 ) -> None:
     """Keeps a sample of the first mode's gradients; compares the second mode with it. Gradients of a step that reads
     chosen pages only (not `covers_all`) are another thing: their distance is shown, not judged."""
@@ -296,7 +296,7 @@ def _reset(network: nn.Module) -> None:
         torch.cuda.empty_cache()
 
 
-def _mfu(row: Row, model: CausalLM, place: torch.device, keys: int) -> float | None:
+def _mfu(row: BenchResult, model: CausalLM, place: torch.device, keys: int) -> float | None:
     """Model FLOPs (no recomputation counted, of attention what is read) over the GPU's peak. None where that is not
     known."""
     if row.seconds is None or place.type != "cuda":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Settings:
+class EvalSettings:
     """The choices of one evaluation, named as in `oomb train`."""
 
     model_name_or_path: str
@@ -104,7 +104,7 @@ def tokenizer_for(
     return tokenizer
 
 
-def tokenizer_name_of(settings: Settings, base: str | None) -> str | None:
+def tokenizer_name_of(settings: EvalSettings, base: str | None) -> str | None:
     """Adapters are saved with the tokenizer that they were trained with; that one comes before the base model's."""
     if settings.tokenizer_name is not None or base is None:
         return settings.tokenizer_name
@@ -114,7 +114,7 @@ def tokenizer_name_of(settings: Settings, base: str | None) -> str | None:
 
 
 def read_windows(
-    settings: Settings,
+    settings: EvalSettings,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     report: Callable[[int, int], None],

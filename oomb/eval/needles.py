@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from oomb.eval.passes import noting
-from oomb.eval.samples import as_evaluated
+from oomb.eval.samples import eval_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -299,7 +299,7 @@ class _Read(NamedTuple):
 def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[_Read]:
     # What predicts token t is the row before it.
     rows = [question.start + i - 1 for question in questions for i in range(len(question.answer))]
-    with as_evaluated(engine), noting(engine, rows) as notes:
+    with eval_mode(engine), noting(engine, rows) as notes:
         engine.logprobs(ids_T[None])
     results = []
     for question in questions:

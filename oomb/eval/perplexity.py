@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oomb.eval.samples import as_evaluated
-from oomb.ops.logprob import IGNORED
+from oomb.eval.samples import eval_mode
+from oomb.ops.logprob import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from oomb.engine.engine import Engine
@@ -70,9 +70,9 @@ def perplexity_by_position(
     for index in range(len(windows)):
         ids_T, labels_T = _window(windows[index])
         longest = max(longest, len(ids_T))
-        with as_evaluated(engine):
+        with eval_mode(engine):
             loss_T = -engine.logprobs(ids_T[None])[0].double().cpu()
-        counted_T = labels_T != IGNORED
+        counted_T = labels_T != IGNORE_INDEX
         counted_T[0] = False
         for start in range(0, len(ids_T), run_size):
             counted = counted_T[start : start + run_size]

@@ -34,7 +34,7 @@ def sample_text(
     model: Any = engine.model.lm
     ids = torch.as_tensor(prompt_ids).flatten().to(engine.model.device, torch.int64)[None]
     device = engine.model.device
-    with as_evaluated(engine), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with eval_mode(engine), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         written = model.generate(
             ids,
@@ -57,7 +57,7 @@ def decode(ids_T: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 @contextmanager
-def as_evaluated(engine: Engine) -> Iterator[None]:
+def eval_mode(engine: Engine) -> Iterator[None]:
     """No graph, no dropout."""
     module = engine.model.lm
     was_training = module.training

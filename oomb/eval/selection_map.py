@@ -59,12 +59,12 @@ def record(engine: Engine, ids: Tensor, layer: int = 0) -> Selection:
         if watched == layer:
             found[start] = chosen_BNC[0].cpu().long()
 
-    engine.watch = watch
+    engine.on_selection = watch
     try:
         with torch.no_grad():
             engine.logprobs(ids)
     finally:
-        engine.watch = None
+        engine.on_selection = None
     if not found:
         raise ValueError(f"layer {layer} chooses no pages: there is no such layer, or it has a sliding window")
     num_tiles, num_pages = -(-length // TILE_SIZE), -(-length // config.page_size)

@@ -37,7 +37,7 @@ some gradients are zero but for rounding (a key bias under softmax, say), and ha
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterError:
     """One parameter: the error of the engine's gradient and, in half precision, that of standard training's."""
 
     name: str
@@ -59,7 +59,7 @@ class Row:
         return MAX_PARAMETER_RATIO * (1 + 2 * self.num_elements**-0.5)
 
     @property
-    def badness(self) -> float:
+    def severity(self) -> float:
         """What rows are sorted by: the error, or in half precision the share of its limit that the ratio takes."""
         if self.standard_error is None:
             return self.error
@@ -70,7 +70,7 @@ class Row:
 class Comparison:
     """The outcome. `trusted` is the verdict; `rows` are all parameters, worst first."""
 
-    rows: list[Row]
+    rows: list[ParameterError]
     loss: float
     whole_loss: float
     dtype: str
@@ -168,7 +168,7 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)
-    rows.sort(key=lambda row: row.badness, reverse=True)
+    rows.sort(key=lambda row: row.severity, reverse=True)
     return Comparison(
         rows=rows,
         loss=loss,
@@ -183,7 +183,12 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
 
 
 def _problems(
-    rows: list[Row], loss: float, whole_loss: float, total: float, total_standard: float | None, dtype: torch.dtype
+    rows: list[ParameterError],
+    loss: float,
+    whole_loss: float,
+    total: float,
+    total_standard: float | None,
+    dtype: torch.dtype,
 ) -> list[str]:
     found = []
     if not all(_finite(x) for row in rows for x in (row.norm, row.error)) or not _finite(loss):
@@ -202,7 +207,7 @@ def _problems(
         found.append(
             f"the error is {total / max(total_standard, 1e-30):.2f} x standard training's, more than {MAX_RATIO}"
         )
-    if rows and rows[0].badness > 1:
+    if rows and rows[0].severity > 1:
         found.append(
             f"the error of {rows[0].name} is {rows[0].ratio:.2f} x standard training's, more than {rows[0].limit:.2f}"
         )
@@ -260,7 +265,9 @@ def _finite(x: float) -> bool:
     return x == x and abs(x) != float("inf")
 
 
-def _rows(truth: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[str, Tensor] | None = None) -> list[Row]:
+def _rows(
+    truth: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[str, Tensor] | None = None
+) -> list[ParameterError]:
     norms = {name: _norm(x) for name, x in truth.items()}
     num_elements = sum(x.numel() for x in truth.values())
     typical = (sum(norm**2 for norm in norms.values()) / num_elements) ** 0.5
@@ -269,7 +276,7 @@ def _rows(truth: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[st
         floor = FLOOR * typical * x.numel() ** 0.5
         scale = max(norms[name], floor, 1e-30)
         rows.append(
-            Row(
+            ParameterError(
                 name=name,
                 num_elements=x.numel(),
                 norm=norms[name],

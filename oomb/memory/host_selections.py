@@ -21,7 +21,7 @@ NUM_FETCHED = 2
 """Chunks that are known: the one that is walked back, and the next."""
 
 
-class KnownChoices:
+class HostSelections:
     """`tables` has the choices of each layer, [chunk, B, N, C], from the second chunk on."""
 
     def __init__(self, tiers: Tiers, tables: Mapping[int, Tensor], chunk_size: int, num_pages: int) -> None:
@@ -42,7 +42,7 @@ class KnownChoices:
             before = start - self.chunk_size
             if before > 0 and before not in self._fetched:
                 self._fetch(before, after)
-            self.tiers.copier.finish(done)
+            self.tiers.streams.finish(done)
             self._pages[layer, start] = choices[self.rows[layer], :num_choices].unique().long()
         return self._pages[layer, start]
 
@@ -59,7 +59,7 @@ class KnownChoices:
     def close(self) -> None:
         """Gives up what is known. The tables may go next, so the computation waits for those who read them."""
         for _, done in self._fetched.values():
-            self.tiers.copier.wait(done)
+            self.tiers.streams.wait(done)
         for known in (self._fetched, self._pages, self._touched):
             known.clear()
 
@@ -72,7 +72,7 @@ class KnownChoices:
             for row, choices in zip(fetched, wanted, strict=True):
                 row.copy_(choices, non_blocking=True)
 
-        done = self.tiers.copier.load(send, after)
+        done = self.tiers.streams.load(send, after)
         while len(self._fetched) >= NUM_FETCHED:
             gone = next(iter(self._fetched))
             del self._fetched[gone]

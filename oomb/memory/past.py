@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oomb.memory.store import PageStore
 
 
-class LayerPast:
+class DenseLayerPast:
     """What one chunk sees of a layer's pages (the `Past` of `oomb.attention.dense`)."""
 
     def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
@@ -29,38 +29,42 @@ class LayerPast:
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
         self.store.add_grad(self.layer, start, dk, dv, seed=self.length)
 
-    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        return self.store.with_later(self.layer, self.length, self.end, dk, dv)
+    def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        return self.store.add_future_grads(self.layer, self.length, self.end, dk, dv)
 
 
-class ChosenLayerPast:
+class SparseLayerPast:
     """What one chunk sees of a layer whose pages are chosen (the `ChosenPast` of `oomb.attention.sparse`)."""
 
     def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
-        assert store.chosen is not None and store.choosing is not None
-        self.store, self.chosen, self.layer = store, store.chosen, layer
+        assert store.selected is not None and store.selection_spec is not None
+        self.store, self.selected, self.layer = store, store.selected, layer
         self.length, self.end = start, end
-        self.page_size, self.budget, self.tile_size = store.page_size, store.choosing.budget, store.choosing.tile_size
-        self.choice = self.chosen.choice(layer, start, end)
+        self.page_size, self.budget, self.tile_size = (
+            store.page_size,
+            store.selection_spec.budget,
+            store.selection_spec.tile_size,
+        )
+        self.selection = self.selected.selection(layer, start, end)
 
-    def means(self) -> Tensor:
-        return self.chosen.past_means(self.layer, self.length)
+    def page_means(self) -> Tensor:
+        return self.selected.past_means(self.layer, self.length)
 
-    def own_means(self) -> Tensor | None:
-        return self.chosen.own_means(self.layer, self.length, self.end)
+    def own_page_means(self) -> Tensor | None:
+        return self.selected.own_page_means(self.layer, self.length, self.end)
 
-    def remember(self, chosen_BNC: Tensor, follows: bool) -> None:
-        self.chosen.remember(self.layer, self.length, self.end, chosen_BNC, follows)
-        self.choice = self.chosen.choice(self.layer, self.length, self.end)
+    def set_selection(self, chosen_BNC: Tensor, follows: bool) -> None:
+        self.selected.set_selection(self.layer, self.length, self.end, chosen_BNC, follows)
+        self.selection = self.selected.selection(self.layer, self.length, self.end)
 
     def pages(self) -> AbstractContextManager[PageView]:
-        return self.chosen.resident(KV, self.layer, self.length, self.end)
+        return self.selected.resident(KV, self.layer, self.length, self.end)
 
     def grads(self) -> AbstractContextManager[PageView]:
         seed = mix(self.store.seed, self.layer, self.length)
-        return self.chosen.resident(GRAD, self.layer, self.length, self.end, seed)
+        return self.selected.resident(GRAD, self.layer, self.length, self.end, seed)
 
-    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         if self.length >= self.store.capacity:
             return dk, dv
-        return self.chosen.with_later(self.layer, self.length, self.end, dk, dv)
+        return self.selected.add_future_grads(self.layer, self.length, self.end, dk, dv)

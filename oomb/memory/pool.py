@@ -19,7 +19,7 @@ class OutOfPages(MemoryError):
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """Consecutive pages of one tier's pool: `first`, `first` + 1, ... A column sees them as its pages from `at` on."""
 
     tier: str
@@ -94,14 +94,14 @@ class PagePool:
         self.num_free += count
 
 
-class Column:
+class PageTable:
     """The pages of one layer and kind of one sequence. Some may be missing: gradient pages come at first touch."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[PageRun] = []
         """In order of `at`, not overlapping."""
 
-    def add(self, run: Run) -> None:
+    def add(self, run: PageRun) -> None:
         index = bisect_left(self.runs, run.at, key=lambda r: r.at)
         self.runs.insert(index, run)
         if index + 1 < len(self.runs):
@@ -113,14 +113,14 @@ class Column:
         """Makes runs that continue one another one."""
         a, b = self.runs[index : index + 2]
         if a.tier == b.tier and a.first + a.count == b.first and a.at + a.count == b.at:
-            self.runs[index : index + 2] = [Run(a.tier, a.first, a.count + b.count, a.at)]
+            self.runs[index : index + 2] = [PageRun(a.tier, a.first, a.count + b.count, a.at)]
 
-    def pieces(self, first: int, end: int) -> Iterator[Run]:
+    def pieces(self, first: int, end: int) -> Iterator[PageRun]:
         """The runs that hold pages `first` to `end` - 1."""
         for run in self.runs:
             low, high = max(first, run.at), min(end, run.at + run.count)
             if low < high:
-                yield Run(run.tier, run.first + low - run.at, high - low, low)
+                yield PageRun(run.tier, run.first + low - run.at, high - low, low)
 
     def missing(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """(first, end) of pages in the range that do not exist."""
@@ -131,14 +131,14 @@ class Column:
         if first < end:
             yield first, end
 
-    def cut(self, first: int) -> list[Run]:
+    def free_from(self, first: int) -> list[PageRun]:
         """Gives up the pages from `first` on."""
         gone = list(self.pieces(first, 1 << 62))
         self.runs = list(self.pieces(0, first))
         return gone
 
 
-class Intervals:
+class IntervalSet:
     """A set of numbers as disjoint intervals: which tokens have a gradient."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomb.ops.int8 import SCALE_DTYPE, dequantise, quantise
+from oomb.ops.int8 import SCALE_DTYPE, dequantize, quantize
 
 KV, GRAD, OUT = "kv", "grad", "out"
 """The kinds of pages: K and V; their gradients; attention outputs and their lse."""
@@ -41,12 +41,12 @@ def largest_segment(chunk_size: int, kv_row: int) -> int:
 
 
 def staging_bytes(
-    rows: Sequence[tuple[int, int, int]], sparse: Sequence[int], *, chunk_size: int, keeps: bool, trains: bool
+    rows: Sequence[tuple[int, int, int]], sparse: Sequence[int], *, chunk_size: int, keeps: bool, needs_grad: bool
 ) -> int:
     """GPU memory of all staging buffers, for layers with rows of so many bytes: K and V, their gradients, outputs.
     Those numbered in `sparse` read chosen pages, and of runs of tokens the chunk's own alone."""
     sizes = ring_bytes(rows, sparse, chunk_size)
-    return NUM_AHEAD * (sizes[KV] + sizes[GRAD] * trains) + NUM_BEHIND * (sizes[NEW] + sizes[OUT] * keeps)
+    return NUM_AHEAD * (sizes[KV] + sizes[GRAD] * needs_grad) + NUM_BEHIND * (sizes[NEW] + sizes[OUT] * keeps)
 
 
 def ring_bytes(rows: Sequence[tuple[int, int, int]], sparse: Sequence[int], chunk_size: int) -> dict[str, int]:
@@ -82,7 +82,7 @@ def segment_bounds(first: int, end: int, chunk_size: int, largest: int) -> Itera
         first += size
 
 
-class Row:
+class RowLayout:
     """The layout of a token's bytes: fields of shape [B, heads, ...] one after the other."""
 
     def __init__(self, *fields: tuple[tuple[int, ...], torch.dtype]) -> None:
@@ -103,34 +103,34 @@ class Row:
         ]
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         return self.fields[0][3] == torch.int8
 
     def read(self, fields: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
         """What the fields hold, in `dtype`, or as they are (8-bit ones in float32)."""
-        if not self.is_quantised:
+        if not self.is_quantized:
             return fields if dtype is None else [field.to(dtype) for field in fields]
         *numbers, scales = fields
-        return [dequantise(x, scales[..., index], dtype or torch.float32) for index, x in enumerate(numbers)]
+        return [dequantize(x, scales[..., index], dtype or torch.float32) for index, x in enumerate(numbers)]
 
     def write(self, fields: list[Tensor], tensors: Sequence[Tensor], seed: int | None = None) -> None:
         """Fills the fields; 8-bit ones are rounded at random where there is a seed."""
-        if not self.is_quantised:
+        if not self.is_quantized:
             for field, x in zip(fields, tensors, strict=True):
                 field.copy_(x)
             return
         *numbers, scales = fields
         for index, (field, x) in enumerate(zip(numbers, tensors, strict=True)):
-            steps, scale = quantise(x, None if seed is None else seed + index)
+            steps, scale = quantize(x, None if seed is None else seed + index)
             field.copy_(steps)
             scales[..., index] = scale
 
 
-def pair(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype) -> Row:
+def kv_row(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
     """The row of a token's K and V, or of their gradients, of shapes [B, heads, size]; in 8 bits with a scale each."""
     if dtype == torch.int8:
-        return Row((k, dtype), (v, dtype), ((*k[:2], 2), SCALE_DTYPE))
-    return Row((k, dtype), (v, dtype))
+        return RowLayout((k, dtype), (v, dtype), ((*k[:2], 2), SCALE_DTYPE))
+    return RowLayout((k, dtype), (v, dtype))
 
 
 def pair_bytes(num_heads: int, k_size: int, v_size: int, itemsize: int) -> int:
@@ -140,19 +140,19 @@ def pair_bytes(num_heads: int, k_size: int, v_size: int, itemsize: int) -> int:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class LayerRows:
     """The rows of a layer, and how far it looks back."""
 
-    kv: Row
-    grad: Row
-    out: Row
+    kv: RowLayout
+    grad: RowLayout
+    out: RowLayout
     dtype: torch.dtype
     window: int | None = None
 
-    def working(self, kind: str) -> Row:
+    def working(self, kind: str) -> RowLayout:
         """The row of K and V, or of their gradients, as attention computes with them."""
         row = self.row(kind)
-        return pair(row.fields[0][2], row.fields[1][2], self.dtype) if row.is_quantised else row
+        return kv_row(row.fields[0][2], row.fields[1][2], self.dtype) if row.is_quantized else row
 
-    def row(self, kind: str) -> Row:
+    def row(self, kind: str) -> RowLayout:
         return {KV: self.kv, GRAD: self.grad, OUT: self.out}[kind]

@@ -21,8 +21,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from oomb.memory.past import ChosenLayerPast, LayerPast
-from oomb.memory.pool import GPU, HOST, Column, Intervals
+from oomb.memory.past import DenseLayerPast, SparseLayerPast
+from oomb.memory.pool import GPU, HOST, IntervalSet, PageTable
 from oomb.memory.rows import (
     GRAD,
     KV,
@@ -30,20 +30,20 @@ from oomb.memory.rows import (
     NUM_AHEAD,
     NUM_BEHIND,
     OUT,
-    LayerSpec,
-    Row,
+    LayerRows,
+    RowLayout,
     largest_segment,
     ring_bytes,
     segment_bounds,
 )
-from oomb.memory.selected import Choosing, ChosenPages
-from oomb.memory.tiers import Holding, Tiers
-from oomb.memory.transfer import Copies, Event, Load, Ring, Work
-from oomb.ops.rounding import accumulate_, mix
+from oomb.memory.selected import SelectedPages, SelectionSpec
+from oomb.memory.tiers import PageLease, Tiers
+from oomb.memory.transfer import BufferRing, Copies, Event, Load, Work
+from oomb.ops.rounding import add_stochastic_, mix
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowSpan:
     """The bytes of consecutive tokens, `at` of them after the first that was asked for."""
 
     tier: str
@@ -63,7 +63,7 @@ class PageStore:
     def __init__(
         self,
         tiers: Tiers,
-        layers: Mapping[int, LayerSpec],
+        layers: Mapping[int, LayerRows],
         *,
         capacity: int,
         chunk_size: int,
@@ -72,12 +72,12 @@ class PageStore:
         gpu_grad_tokens: int | None = None,
         out_tokens: int = 0,
         gpu_out_tokens: int = 0,
-        trains: bool = True,
-        choosing: Choosing | None = None,
+        needs_grad: bool = True,
+        choosing: SelectionSpec | None = None,
     ) -> None:
         self.tiers, self.layers = tiers, layers
         self.capacity, self.chunk_size, self.page_size = capacity, chunk_size, page_size
-        self.kept_from, self.choosing = capacity - out_tokens, choosing
+        self.saved_from, self.selection_spec = capacity - out_tokens, choosing
         self.seed = 0
         """Of the random rounding of gradients."""
         self.num_pages = -(-capacity // page_size)
@@ -86,42 +86,42 @@ class PageStore:
             for kind, tokens in (
                 (KV, gpu_tokens),
                 (GRAD, gpu_tokens if gpu_grad_tokens is None else gpu_grad_tokens),
-                (OUT, self.kept_from + gpu_out_tokens if gpu_out_tokens else 0),
+                (OUT, self.saved_from + gpu_out_tokens if gpu_out_tokens else 0),
             )
         }
-        self.kinds = [KV] + [GRAD] * trains + [OUT] * (out_tokens > 0)
-        first_page = dict.fromkeys(self.kinds, 0) | {OUT: self.kept_from // page_size}
-        self.touched = {layer: Intervals() for layer in layers}
+        self.kinds = [KV] + [GRAD] * needs_grad + [OUT] * (out_tokens > 0)
+        first_page = dict.fromkeys(self.kinds, 0) | {OUT: self.saved_from // page_size}
+        self.has_grad = {layer: IntervalSet() for layer in layers}
         """Tokens whose gradient pages hold something."""
         self.stored: dict[tuple[str, int], Event] = {}
         """When the latest store of a kind and layer is done."""
         rows = [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes) for spec in layers.values()]
         self.ring_bytes = ring_bytes(rows, [i for i, layer in enumerate(layers) if self.is_sparse(layer)], chunk_size)
-        self.chosen: ChosenPages | None = None
-        self.holding = Holding()
+        self.selected: SelectedPages | None = None
+        self.lease = PageLease()
         needed: Counter[tuple[str, int]] = Counter()
         for layer in layers:
             for kind in self.kinds:
-                self.holding.columns[kind, layer] = self._row(kind, layer).num_bytes * page_size, Column()
+                self.lease.tables[kind, layer] = self._row(kind, layer).num_bytes * page_size, PageTable()
                 for tier, first, end in self._by_tier(kind, first_page[kind], self.num_pages):
-                    needed[tier, self.holding.columns[kind, layer][0]] += end - first
-        tiers.reserve(self.holding, needed)
-        self._on_death = weakref.finalize(self, tiers.abandoned.append, self.holding)
+                    needed[tier, self.lease.tables[kind, layer][0]] += end - first
+        tiers.reserve(self.lease, needed)
+        self._on_death = weakref.finalize(self, tiers.orphaned.append, self.lease)
         try:
             for layer in layers:
                 for kind in self.kinds:
                     if kind != GRAD:
                         self._create(kind, layer, first_page[kind], self.num_pages)
             if choosing is not None:
-                self.chosen = ChosenPages(self, choosing, trains)
+                self.selected = SelectedPages(self, choosing, needs_grad)
             # Here rather than when the first of them is needed: what is to fail for want of memory fails early.
             if any(self.gpu_pages[kind] < self.num_pages for kind in self.kinds):
                 for kind in (*self.kinds, NEW):
                     self._ring(kind)
-            if self.chosen is not None and self.chosen.layers:
-                for kind in (KV, GRAD) if trains else (KV,):
-                    if self.chosen.needs_buffers(kind):
-                        self.chosen.ring(kind)
+            if self.selected is not None and self.selected.layers:
+                for kind in (KV, GRAD) if needs_grad else (KV,):
+                    if self.selected.needs_buffers(kind):
+                        self.selected.ring(kind)
         except BaseException:
             # The error holds on to us, perhaps for long.
             self.close()
@@ -132,28 +132,28 @@ class PageStore:
         if start < self.capacity:
             self._write(KV, layer, start, [k, v], NEW)
 
-    def keep(self, layer: int, start: int, out: Tensor, lse: Tensor) -> None:
+    def save_output(self, layer: int, start: int, out: Tensor, lse: Tensor) -> None:
         """Stores a chunk's attention output, if it is to be kept."""
-        if self._is_kept(start):
+        if self._is_saved(start):
             self._write(OUT, layer, start, [out, lse], OUT)
 
-    def kept(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor] | None:
+    def load_output(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor] | None:
         """A chunk's attention output and lse, if they were kept."""
-        if not self._is_kept(start):
+        if not self._is_saved(start):
             return None
         with self._resident(OUT, layer, start, end) as (out, lse):
             # In the layout that models go on with: [B, T, H, D].
             whole = torch.contiguous_format
             return out.transpose(1, 2).clone(memory_format=whole).transpose(1, 2), lse.clone(memory_format=whole)
 
-    def past(self, layer: int, chunk_start: int, chunk_end: int) -> LayerPast | ChosenLayerPast:
+    def past(self, layer: int, chunk_start: int, chunk_end: int) -> DenseLayerPast | SparseLayerPast:
         """The layer's pages as the chunk [chunk_start, chunk_end) sees them."""
-        kind = ChosenLayerPast if self.is_sparse(layer) else LayerPast
+        kind = SparseLayerPast if self.is_sparse(layer) else DenseLayerPast
         return kind(self, layer, chunk_start, chunk_end)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer reads chosen pages. A window is bounded as it is."""
-        return self.choosing is not None and self.layers[layer].window is None
+        return self.selection_spec is not None and self.layers[layer].window is None
 
     def segments(self, layer: int, first: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         dtype = self.layers[layer].dtype
@@ -165,39 +165,43 @@ class PageStore:
     def add_grad(self, layer: int, start: int, dk: Tensor, dv: Tensor, seed: int) -> None:
         for low, high in self._bounds(layer, start, start + dk.shape[2]):
             shares = dk[:, :, low - start : high - start], dv[:, :, low - start : high - start]
-            fresh = self.touched[layer].missing(low, high)
+            fresh = self.has_grad[layer].missing(low, high)
             first, last = self._pages(low, high)
-            for gap in list(self.holding.columns[GRAD, layer][1].missing(first, last)):
+            for gap in list(self.lease.tables[GRAD, layer][1].missing(first, last)):
                 self._create(GRAD, layer, *gap)
             with self._resident(GRAD, layer, low, high, writes=True) as fields:
                 gaps = [(a - low, b - low) for a, b in fresh]
                 self._add(self._row(GRAD, layer), fields, shares, gaps, (self.seed, layer, seed, low))
-            self.touched[layer].add(low, high)
+            self.has_grad[layer].add(low, high)
 
     @staticmethod
     def _add(
-        row: Row, fields: list[Tensor], shares: Sequence[Tensor], fresh: list[tuple[int, int]], seed: tuple[int, ...]
+        row: RowLayout,
+        fields: list[Tensor],
+        shares: Sequence[Tensor],
+        fresh: list[tuple[int, int]],
+        seed: tuple[int, ...],
     ) -> None:
         """Adds to gradients at rest. The tokens in `fresh` have none yet, and hold anything."""
         num_tokens = shares[0].shape[2]
         totals = row.read(fields)
         if fresh == [(0, num_tokens)]:
-            row.write(fields, shares, mix(*seed) if row.is_quantised else None)
+            row.write(fields, shares, mix(*seed) if row.is_quantized else None)
             return
         for index, (total, share) in enumerate(zip(totals, shares, strict=True)):
             for a, b in fresh:
                 total[:, :, a:b] = 0
-            if row.is_quantised:
+            if row.is_quantized:
                 total += share
             else:
-                accumulate_(total, share, mix(*seed, index))
-        if row.is_quantised:
+                add_stochastic_(total, share, mix(*seed, index))
+        if row.is_quantized:
             row.write(fields, totals, mix(*seed))
 
-    def with_later(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def add_future_grads(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """dk and dv of a chunk's own tokens plus what later chunks have left for them."""
         dtypes = dk.dtype, dv.dtype
-        for low, high in self.touched[layer].within(start, end) if start < self.capacity else ():
+        for low, high in self.has_grad[layer].within(start, end) if start < self.capacity else ():
             with self._resident(GRAD, layer, low, high) as fields:
                 later_k, later_v = self._row(GRAD, layer).read(fields)
                 if (low, high) == (start, end):
@@ -207,7 +211,7 @@ class PageStore:
                 dv[:, :, low - start : high - start] += later_v
         return dk, dv
 
-    def expect_forward(self, start: int, end: int, kept: bool, *, kept_behind: bool | None = None) -> None:
+    def prefetch_forward(self, start: int, end: int, kept: bool, *, kept_behind: bool | None = None) -> None:
         """The layers of this chunk will run forward next; `kept` says whether attention outputs will be asked for. And
         if `kept_behind` says so of their backward, that comes right after: what it begins with sets out before."""
         loads, name = self._forward_loads(start, end, kept), None
@@ -215,22 +219,22 @@ class PageStore:
             loads, name = chain(loads, self._backward_loads(start, end, kept_behind)), (id(self), start)
         self.tiers.prefetcher.expect(loads, name)
 
-    def expect_backward(self, start: int, end: int, kept: bool) -> None:
+    def prefetch_backward(self, start: int, end: int, kept: bool) -> None:
         """The backward of this chunk will run next."""
         if not self.tiers.prefetcher.is_expecting((id(self), start)):
             self.tiers.prefetcher.expect(self._backward_loads(start, end, kept))
 
-    def cut(self, start: int) -> None:
+    def free_from(self, start: int) -> None:
         """Gives up the pages of the tokens from `start` on, which nobody reads any more."""
-        self.tiers.cut(self.holding, -(-start // self.page_size))
+        self.tiers.free_from(self.lease, -(-start // self.page_size))
 
     def close(self) -> None:
         """Gives up all pages."""
         if self._on_death.detach():
-            self.tiers.leave()
-            if self.chosen is not None:
-                self.chosen.close()
-            self.tiers.close(self.holding)
+            self.tiers.end_pass()
+            if self.selected is not None:
+                self.selected.close()
+            self.tiers.close(self.lease)
 
     def page(self, kind: str, layer: int, page: int, tier: str) -> Tensor | None:
         """The bytes of a page, if it lies in `tier`."""
@@ -243,11 +247,11 @@ class PageStore:
 
     def addresses(self, kind: str, layer: int) -> list[int]:
         """Where every page begins. Gradient pages are created with this."""
-        page_bytes, column = self.holding.columns[kind, layer]
+        page_bytes, column = self.lease.tables[kind, layer]
         for gap in list(column.missing(0, self.num_pages)):
             self._create(kind, layer, *gap)
         if kind == GRAD:
-            self.touched[layer].add(0, self.capacity)
+            self.has_grad[layer].add(0, self.capacity)
         runs = [(self.tiers.view(page_bytes, run).data_ptr(), run.count) for run in column.pieces(0, self.num_pages)]
         return [first + i * page_bytes for first, count in runs for i in range(count)]
 
@@ -259,20 +263,20 @@ class PageStore:
 
     def _forward_loads(self, start: int, end: int, kept: bool) -> Iterator[Load]:
         for layer in self.layers:
-            if kept and self._is_kept(start):
+            if kept and self._is_saved(start):
                 yield from self._loads(OUT, layer, start, end)
             elif self.is_sparse(layer):
-                yield from self._chosen_loads(layer, start, end, [KV])
+                yield from self._selected_loads(layer, start, end, [KV])
             else:
                 for low, high in self._bounds(layer, self._first(layer, start, end), start):
                     yield from self._loads(KV, layer, low, high)
 
     def _backward_loads(self, start: int, end: int, kept: bool) -> Iterator[Load]:
         for layer in list(self.layers)[::-1]:
-            if kept and self._is_kept(start):
+            if kept and self._is_saved(start):
                 yield from self._loads(OUT, layer, start, end)
             if self.is_sparse(layer):
-                yield from self._chosen_loads(layer, start, end, [KV, GRAD])
+                yield from self._selected_loads(layer, start, end, [KV, GRAD])
                 if start < self.capacity:
                     yield from self._loads(GRAD, layer, start, end)
                 continue
@@ -285,18 +289,18 @@ class PageStore:
                     for kind in group:
                         yield from self._loads(kind, layer, low, high)
             if start < self.capacity:
-                for low, high in self.touched[layer].within(start, end):
+                for low, high in self.has_grad[layer].within(start, end):
                     yield from self._loads(GRAD, layer, low, high)
 
-    def _is_kept(self, start: int) -> bool:
-        return self.kept_from <= start < self.capacity
+    def _is_saved(self, start: int) -> bool:
+        return self.saved_from <= start < self.capacity
 
-    def _chosen_loads(self, layer: int, start: int, end: int, kinds: list[str]) -> Iterator[Load]:
+    def _selected_loads(self, layer: int, start: int, end: int, kinds: list[str]) -> Iterator[Load]:
         """Of chosen pages, where the choice is known."""
-        assert self.chosen is not None
-        if self.chosen.choice(layer, start, end) is not None:
+        assert self.selected is not None
+        if self.selected.selection(layer, start, end) is not None:
             for kind in kinds:
-                yield from self.chosen.loads(kind, layer, start, end)
+                yield from self.selected.loads(kind, layer, start, end)
 
     def _loads(self, kind: str, layer: int, low: int, high: int) -> Iterator[Load]:
         """What must be loaded for these tokens: nothing if they lie on the GPU."""
@@ -305,7 +309,7 @@ class PageStore:
 
     def _load(self, kind: str, layer: int, low: int, high: int) -> Load:
         row = self._row(kind, layer).num_bytes
-        parts = self.touched[layer].within(low, high) if kind == GRAD else [(low, high)]
+        parts = self.has_grad[layer].within(low, high) if kind == GRAD else [(low, high)]
         pieces = [
             ((a - low + piece.at) * row, piece.data)
             for a, b in parts
@@ -319,13 +323,13 @@ class PageStore:
     def _resident(self, kind: str, layer: int, low: int, high: int, writes: bool = False) -> Iterator[list[Tensor]]:
         """The fields of these tokens' rows on the GPU, in place or in a buffer; `writes`: they come back changed."""
         row, pieces = self._row(kind, layer), list(self._pieces(kind, layer, low, high))
-        if kind == GRAD and self.is_sparse(layer) and row.is_quantised and any(p.tier == GPU for p in pieces):
+        if kind == GRAD and self.is_sparse(layer) and row.is_quantized and any(p.tier == GPU for p in pieces):
             # Chosen pages in 8 bits go back by the stream that stores, wherever they lie.
-            self.tiers.copier.wait(self.stored.get((kind, layer)))
+            self.tiers.streams.wait(self.stored.get((kind, layer)))
         if len(pieces) == 1 and pieces[0].tier == GPU:
             yield row.views(pieces[0].data, high - low)
             return
-        copier, prefetcher, load = self.tiers.copier, self.tiers.prefetcher, self._load(kind, layer, low, high)
+        copier, prefetcher, load = self.tiers.streams, self.tiers.prefetcher, self._load(kind, layer, low, high)
         slot = prefetcher.take(load)
         free_after = None
         try:
@@ -345,7 +349,7 @@ class PageStore:
 
     def _write(self, kind: str, layer: int, start: int, tensors: list[Tensor], ring_name: str) -> None:
         row, num_tokens = self._row(kind, layer), tensors[0].shape[2]
-        on_host: list[Piece] = []
+        on_host: list[RowSpan] = []
         for piece in self._pieces(kind, layer, start, start + num_tokens):
             if piece.tier == HOST:
                 on_host.append(piece)
@@ -356,21 +360,21 @@ class PageStore:
             return
         ring, first = self._ring(ring_name), on_host[0].at
         slot = ring.take()
-        self.tiers.copier.wait(slot.free_after)
+        self.tiers.streams.wait(slot.free_after)
         row.write(row.views(slot.bytes, num_tokens - first), [x[:, :, first:] for x in tensors])
         copies: Copies = [
             (p.data, slot.bytes[(p.at - first) * row.num_bytes : (p.at - first + p.count) * row.num_bytes])
             for p in on_host
         ]
-        ring.give(slot, self._store(kind, layer, copies, self.tiers.copier.mark()))
+        ring.give(slot, self._store(kind, layer, copies, self.tiers.streams.mark()))
 
     def _store(self, kind: str, layer: int, work: Work, after: Event) -> Event:
-        self.stored[kind, layer] = done = self.tiers.copier.store(work, after=(after,))
+        self.stored[kind, layer] = done = self.tiers.streams.store(work, after=(after,))
         return done
 
     def _create(self, kind: str, layer: int, first: int, end: int) -> None:
         for tier, low, high in self._by_tier(kind, first, end):
-            self.tiers.take(self.holding, (kind, layer), tier, low, high)
+            self.tiers.take(self.lease, (kind, layer), tier, low, high)
 
     def _by_tier(self, kind: str, first: int, end: int) -> Iterator[tuple[str, int, int]]:
         """The pages `first` to `end` - 1 by tier."""
@@ -380,14 +384,14 @@ class PageStore:
         if end > edge:
             yield HOST, max(first, edge), end
 
-    def _pieces(self, kind: str, layer: int, low: int, high: int) -> Iterator[Piece]:
+    def _pieces(self, kind: str, layer: int, low: int, high: int) -> Iterator[RowSpan]:
         """Where the rows of tokens `low` to `high` - 1 lie."""
-        page_bytes, column = self.holding.columns[kind, layer]
+        page_bytes, column = self.lease.tables[kind, layer]
         size, row = self.page_size, page_bytes // self.page_size
         for run in column.pieces(*self._pages(low, high)):
             first, end = max(low, run.at * size), min(high, (run.at + run.count) * size)
             data = self.tiers.view(page_bytes, run)
-            yield Piece(
+            yield RowSpan(
                 run.tier, data[(first - run.at * size) * row : (end - run.at * size) * row], first - low, end - first
             )
 
@@ -413,9 +417,9 @@ class PageStore:
         """The first token that the chunk's queries look at."""
         return max(0, start - (self.layers[layer].window or 0) + 1) if self._is_windowed(layer, end) else 0
 
-    def _row(self, kind: str, layer: int) -> Row:
+    def _row(self, kind: str, layer: int) -> RowLayout:
         return self.layers[layer].row(kind)
 
-    def _ring(self, kind: str) -> Ring:
+    def _ring(self, kind: str) -> BufferRing:
         num_slots = NUM_AHEAD if kind in (KV, GRAD) else NUM_BEHIND
         return self.tiers.ring(kind, num_slots, self.ring_bytes[kind])

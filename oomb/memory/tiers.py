@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from oomb.memory.host import HostSlab, avoid_gaps, free_gpu_bytes, free_host_bytes
-from oomb.memory.pool import GPU, HOST, Column, OutOfPages, PagePool, Run
-from oomb.memory.transfer import Copier, Event, Prefetcher, Ring
+from oomb.memory.pool import GPU, HOST, OutOfPages, PagePool, PageRun, PageTable
+from oomb.memory.transfer import BufferRing, CopyStreams, Event, Prefetcher
 from oomb.utils.units import GIB
 
 SPARE = 1.1
@@ -44,11 +44,11 @@ Key = tuple[str, int]
 """A kind of pages: their tier and their size in bytes."""
 
 
-class Holding:
+class PageLease:
     """What one sequence has of the tiers: pages in columns, and pages promised to it that it has not taken yet."""
 
     def __init__(self) -> None:
-        self.columns: dict[tuple[str, int], tuple[int, Column]] = {}
+        self.tables: dict[tuple[str, int], tuple[int, PageTable]] = {}
         """Page size in bytes and pages, by (kind, layer)."""
         self.promised: Counter[Key] = Counter()
 
@@ -59,19 +59,19 @@ class Tiers:
     def __init__(self, device: torch.device, host_limit: int | None = None) -> None:
         avoid_gaps(device)
         self.device, self.host_limit = device, host_limit
-        self.copier = Copier(device)
-        self.prefetcher = Prefetcher(self.copier)
+        self.streams = CopyStreams(device)
+        self.prefetcher = Prefetcher(self.streams)
         self.arenas: dict[Key, Arena] = {}
-        self.rings: dict[str, Ring] = {}
+        self.rings: dict[str, BufferRing] = {}
         self.promised: Counter[Key] = Counter()
         self.peak_bytes = {GPU: 0, HOST: 0}
         """Most bytes of pages in use at once."""
-        self.abandoned: deque[Holding] = deque()
+        self.orphaned: deque[PageLease] = deque()
         """Of sequences that died unclosed. Python may find them dead at any moment, so they only leave word here."""
         self.left: Event = None
         """When the latest pass was at its end."""
 
-    def reserve(self, holding: Holding, num_pages: Mapping[Key, int]) -> None:
+    def reserve(self, holding: PageLease, num_pages: Mapping[Key, int]) -> None:
         """Promises pages. Allocates slabs for them where needed, all or nothing."""
         self.collect()
         self._release_idle(num_pages)
@@ -86,7 +86,7 @@ class Tiers:
         holding.promised.update(num_pages)
         self.promised.update(num_pages)
         # Another stream may have used these slabs last.
-        self.copier.wait(self.left)
+        self.streams.wait(self.left)
 
     def _release_idle(self, num_pages: Mapping[Key, int]) -> None:
         """Gives up slabs that nobody uses and whose memory was counted as free in the plan for `num_pages`: on the GPU
@@ -115,7 +115,7 @@ class Tiers:
         """Gives up the staging buffers."""
         if self.rings:
             self.prefetcher.forget()
-            self.copier.drain()
+            self.streams.drain()
             self.rings.clear()
 
     def release(self) -> None:
@@ -126,56 +126,56 @@ class Tiers:
         if not self.arenas:
             self.release_rings()
 
-    def leave(self) -> None:
+    def end_pass(self) -> None:
         """A pass has come to its end, well or not: nobody holds a buffer, and who comes next waits for it."""
         self.prefetcher.forget()
         for ring in self.rings.values():
             if len(ring.free) < len(ring.slots):
                 # An interrupt came between the taking of a buffer and its return.
-                self.copier.drain()
+                self.streams.drain()
                 ring.free = deque(ring.slots)
-        self.left = self.copier.mark()
+        self.left = self.streams.mark()
 
-    def take(self, holding: Holding, kind: tuple[str, int], tier: str, first: int, end: int) -> None:
+    def take(self, holding: PageLease, kind: tuple[str, int], tier: str, first: int, end: int) -> None:
         """Gives the column `kind` of the holding its pages `first` to `end` - 1, out of what was promised."""
-        page_bytes, column = holding.columns[kind]
+        page_bytes, column = holding.tables[kind]
         key = tier, page_bytes
         assert holding.promised[key] >= end - first, "more pages than were promised"
         for start, count in self.arenas[key].pool.take(end - first):
-            column.add(Run(tier, start, count, first))
+            column.add(PageRun(tier, start, count, first))
             first += count
             holding.promised[key] -= count
             self.promised[key] -= count
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes(tier))
 
-    def cut(self, holding: Holding, first: int) -> None:
+    def free_from(self, holding: PageLease, first: int) -> None:
         """Takes back the pages from `first` on, of all columns."""
-        for page_bytes, column in holding.columns.values():
-            for run in column.cut(first):
+        for page_bytes, column in holding.tables.values():
+            for run in column.free_from(first):
                 self.arenas[run.tier, page_bytes].pool.give(run.first, run.count)
 
-    def close(self, holding: Holding) -> None:
+    def close(self, holding: PageLease) -> None:
         """Takes back everything."""
-        self.cut(holding, 0)
+        self.free_from(holding, 0)
         self.promised.subtract(holding.promised)
         holding.promised.clear()
 
     def collect(self) -> None:
         """Takes back what abandoned sequences hold."""
-        while self.abandoned:
-            self.close(self.abandoned.popleft())
+        while self.orphaned:
+            self.close(self.orphaned.popleft())
 
-    def view(self, page_bytes: int, run: Run) -> Tensor:
+    def view(self, page_bytes: int, run: PageRun) -> Tensor:
         return self.arenas[run.tier, page_bytes].view(run.first, run.count)
 
-    def ring(self, name: str, num_slots: int, slot_bytes: int) -> Ring:
+    def ring(self, name: str, num_slots: int, slot_bytes: int) -> BufferRing:
         """Staging buffers, made anew if larger ones are needed."""
         ring = self.rings.get(name)
         if ring is None or ring.slot_bytes < slot_bytes:
             self.prefetcher.forget()
-            self.copier.drain()
+            self.streams.drain()
             self.rings.pop(name, None)
-            ring = self.rings[name] = Ring(num_slots, self._gpu_slab(num_slots * slot_bytes))
+            ring = self.rings[name] = BufferRing(num_slots, self._gpu_slab(num_slots * slot_bytes))
         return ring
 
     def used_bytes(self, tier: str) -> int:
@@ -193,7 +193,7 @@ class Tiers:
         return slabs + (sum(ring.num_bytes for ring in self.rings.values()) if tier == GPU else 0)
 
     def reset_counters(self) -> None:
-        self.copier.reset()
+        self.streams.reset()
         self.peak_bytes = {tier: self.used_bytes(tier) for tier in (GPU, HOST)}
 
     def _is_idle(self, key: Key) -> bool:

@@ -29,7 +29,7 @@ Work = Copies | Callable[[], None]
 """Copies, or what makes them and counts them on the GPU: kernels that read there which ones, or copy engines."""
 
 
-class Copier:
+class CopyStreams:
     """Runs copies in order on a stream for each direction, and counts what it does."""
 
     def __init__(self, device: torch.device) -> None:
@@ -135,7 +135,7 @@ def _do(work: Work) -> None:
 
 
 @dataclass(eq=False)
-class Slot:
+class Buffer:
     """A staging buffer."""
 
     bytes: Tensor
@@ -143,19 +143,19 @@ class Slot:
     """When the buffer may be overwritten."""
 
 
-class Ring:
+class BufferRing:
     """A few staging buffers of one size, used in turn."""
 
     def __init__(self, num_slots: int, buffer: Tensor) -> None:
         self.num_bytes = buffer.nbytes
         self.slot_bytes = buffer.nbytes // num_slots
-        self.slots = [Slot(part) for part in buffer.split(self.slot_bytes)] if self.slot_bytes else []
+        self.slots = [Buffer(part) for part in buffer.split(self.slot_bytes)] if self.slot_bytes else []
         self.free = deque(self.slots)
 
-    def take(self) -> Slot:
+    def take(self) -> Buffer:
         return self.free.popleft()
 
-    def give(self, slot: Slot, free_after: Event) -> None:
+    def give(self, slot: Buffer, free_after: Event) -> None:
         slot.free_after = free_after
         self.free.append(slot)
 
@@ -166,13 +166,13 @@ class Load:
     host) pairs, or what a kernel finds out by itself. The key says what it is."""
 
     key: tuple[Any, ...]
-    ring: Ring
+    ring: BufferRing
     pieces: tuple[tuple[int, Tensor], ...]
     after: tuple[Event, ...] = field(default=(), compare=False)
-    bring: Callable[[Tensor], None] | None = field(default=None, compare=False)
+    gather: Callable[[Tensor], None] | None = field(default=None, compare=False)
 
 
-Issued = tuple[Load, Slot, Event]
+Issued = tuple[Load, Buffer, Event]
 """A load under way, the buffer that it fills, and when it is done."""
 
 
@@ -182,8 +182,8 @@ class Prefetcher:
     The order is a forecast: if something else is asked for, it is loaded then, and the forecast is dropped.
     """
 
-    def __init__(self, copier: Copier) -> None:
-        self.copier = copier
+    def __init__(self, copier: CopyStreams) -> None:
+        self.streams = copier
         self._coming: Iterator[Load] = iter(())
         self._next: Load | None = None
         self._name: object = None
@@ -207,25 +207,25 @@ class Prefetcher:
         """Whether the forecast of this name still holds."""
         return self._name == name
 
-    def take(self, load: Load) -> Slot:
+    def take(self, load: Load) -> Buffer:
         """The buffer with what was asked for, ready for the computation to read and to overwrite."""
         if load.key in self._started:
             _, slot, done = self._started.pop(load.key)
-            self.copier.wait(done)
+            self.streams.wait(done)
             return slot
         if not self._issued or self._issued[0][0].key != load.key:
-            if not load.pieces and load.bring is None and load.ring.free:
+            if not load.pieces and load.gather is None and load.ring.free:
                 # A buffer to work in, and nothing to bring: the forecast may still come true.
                 slot = load.ring.take()
-                self.copier.wait(slot.free_after)
+                self.streams.wait(slot.free_after)
                 return slot
             self.forget()
             self._issued.append(self._issue(load))
         _, slot, done = self._issued.popleft()
-        self.copier.wait(done)
+        self.streams.wait(done)
         return slot
 
-    def give(self, ring: Ring, slot: Slot, free_after: Event) -> None:
+    def give(self, ring: BufferRing, slot: Buffer, free_after: Event) -> None:
         """Takes a buffer back."""
         ring.give(slot, free_after)
         self._pump()
@@ -238,18 +238,18 @@ class Prefetcher:
     def _issue(self, load: Load) -> Issued:
         slot = load.ring.take()
         after = slot.free_after, *load.after
-        if load.bring is not None:
-            return load, slot, self.copier.load(partial(load.bring, slot.bytes), after)
+        if load.gather is not None:
+            return load, slot, self.streams.load(partial(load.gather, slot.bytes), after)
         if not load.pieces:
             return load, slot, slot.free_after
         copies = [(slot.bytes[at : at + src.nbytes], src) for at, src in load.pieces]
-        return load, slot, self.copier.load(copies, after)
+        return load, slot, self.streams.load(copies, after)
 
     def forget(self) -> None:
         """Drops the forecast. The pages that were on their way may be freed next, so the computation waits for them:
         who overwrites pages waits for the computation."""
         for load, slot, done in (*self._issued, *self._started.values()):
-            self.copier.wait(done)
+            self.streams.wait(done)
             load.ring.give(slot, done)
         self._issued.clear()
         self._started.clear()

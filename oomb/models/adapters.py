@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def bits_config(
+def bnb_config(
     load_in_4bit: bool = False,
     load_in_8bit: bool = False,
     *,

@@ -22,8 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from oomb.models.checks import (
     UnsupportedModelError,
-    refuse_attention_dropout,
-    refuse_idle_layers,
+    check_attention_dropout,
+    check_every_layer_attended,
     unwrap,
 )
 from oomb.models.hooks import (
@@ -31,12 +31,12 @@ from oomb.models.hooks import (
     ATTENTION_NAME,
     CALL,
     LIKE_EAGER,
-    Pass,
-    as_part_of,
+    Attention,
+    engine_lock,
     gate,
-    here,
-    one_at_a_time,
     route,
+    thread_state,
+    within_chunk,
 )
 from oomb.models.rope import append_last_position, depends_on_length, drop_last_position, length_state
 from oomb.models.state import ModelState
@@ -71,7 +71,7 @@ class CausalLM:
         self.placeholders = _placeholders(_configs(self.lm))
         self.num_positions = learned_positions(self.backbone, self.config)
         self.rotaries = [m for m in self.backbone.modules() if depends_on_length(m)]
-        self._pass: Pass | None = None
+        self._pass: Attention | None = None
         """The one that is running."""
         self.total_length = 0
         self._windows: dict[int, int | None] | None = None
@@ -84,7 +84,7 @@ class CausalLM:
         try:
             with self.computing():
                 hidden = self.backbone(input_ids=ids_BT, position_ids=positions_1T, use_cache=False)[0]
-            refuse_idle_layers(self.lm, self.layers, self._windows, self.total_length)
+            check_every_layer_attended(self.lm, self.layers, self._windows, self.total_length)
         finally:
             self._windows = None
         return hidden
@@ -103,13 +103,13 @@ class CausalLM:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let this thread compute a chunk of the pass that is running. Without it, calls of the model raise."""
-        outer, here.chunk_of = here.chunk_of, self._pass
+        outer, thread_state.chunk_of = thread_state.chunk_of, self._pass
         try:
             yield
         finally:
-            here.chunk_of = outer
+            thread_state.chunk_of = outer
 
-    def note_attention(self, layer: int, window: int | None) -> None:
+    def count_attention(self, layer: int, window: int | None) -> None:
         """Called for every attention of a layer. Those that a backward computes again are not counted."""
         if self._windows is not None:
             if layer in self._windows:
@@ -120,7 +120,7 @@ class CausalLM:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """The model's own head. It is looked up every time: users wrap and resize heads."""
-        head = _without_backbone(self.lm)
+        head = _head_only(self.lm)
         return head(inputs_embeds=hidden_ND.unsqueeze(0), use_cache=False, return_dict=True).logits.squeeze(0)
 
     @property
@@ -138,25 +138,27 @@ class CausalLM:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.lm.parameters()
 
-    def draws_random_numbers(self) -> bool:
+    def uses_rng(self) -> bool:
         """Whether the forward may be random: dropouts and router noise are, in training mode. Attention dropout is
         refused here."""
-        refuse_attention_dropout(self.backbone)
+        check_attention_dropout(self.backbone)
         return any(module.training for module in self.lm.modules())
 
     def state(self, *, with_sums: bool = False) -> ModelState:
         """Return the model's state as its owner knows it: the modes that a pass sets do not show."""
-        with one_at_a_time:
+        with engine_lock:
             return ModelState.of(self.lm, with_sums=with_sums)
 
     @contextmanager
-    def running(self, pass_: Pass, total_length: int, state: ModelState, *, with_sums: bool = False) -> Iterator[None]:
+    def activate(
+        self, pass_: Attention, total_length: int, state: ModelState, *, with_sums: bool = False
+    ) -> Iterator[None]:
         """Routes attention to `pass_` and tells length-dependent RoPE the whole length; leaves the model as found.
         `state` is the model's at the start of the sequence, which both of its passes must see; `with_sums` compares
         the numbers in its weights as well."""
-        with one_at_a_time, ExitStack() as undo:
+        with engine_lock, ExitStack() as undo:
             now = self.state()
-            state.refuse_changes(now, with_sums=with_sums)
+            state.check_unchanged(now, with_sums=with_sums)
             # First of all: whoever calls the model from here on must not see what follows.
             for module in self._parts():
                 route(undo, module, gate(module, vars(module).get(CALL) or module._call_impl))
@@ -194,7 +196,7 @@ class CausalLM:
         return list(dict.fromkeys([self.backbone, *models, *self.layers, *(c for m in models for c in m.children())]))
 
     @contextmanager
-    def layer_calls(self, *, compiled: bool, checkpointed: bool) -> Iterator[None]:
+    def wrap_layers(self, *, compiled: bool, checkpointed: bool) -> Iterator[None]:
         """Layers run compiled, or recompute themselves in the backward."""
         with ExitStack() as undo:
             for layer in self.layers if compiled or checkpointed else ():
@@ -204,7 +206,7 @@ class CausalLM:
                         self._compiled[layer] = torch.compile(layer._call_impl, dynamic=False, options=LIKE_EAGER)
                     call = self._compiled[layer]
                 if checkpointed:
-                    call = partial(checkpoint, as_part_of(self._pass, call), use_reentrant=False)
+                    call = partial(checkpoint, within_chunk(self._pass, call), use_reentrant=False)
                 route(undo, layer, gate(layer, call))
             yield
 
@@ -227,7 +229,7 @@ class _Recorder:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        self.model.note_attention(layer, window)
+        self.model.count_attention(layer, window)
         self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[3], v.shape[3], window, k.dtype)
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
@@ -277,7 +279,7 @@ def learned_positions(backbone: nn.Module, config: Any) -> int | None:
     return config.max_position_embeddings if tables & {"wpe", "embed_positions", "position_embeddings"} else None
 
 
-class _Hidden(BaseModelOutputWithPast):
+class _HiddenOnly(BaseModelOutputWithPast):
     """A backbone's output of which only the hidden states are there."""
 
     def __getattr__(self, name: str) -> None:
@@ -285,22 +287,22 @@ class _Hidden(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-class _Given(nn.Module):
+class _BackboneStub(nn.Module):
     """In the place of the backbone: returns the hidden states it is given."""
 
     @property
-    def decoder(self) -> _Given:
+    def decoder(self) -> _BackboneStub:
         # Some heads call a decoder inside of the backbone.
         return self
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Hidden:
-        return _Hidden(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
+        return _HiddenOnly(last_hidden_state=inputs_embeds)
 
 
-def _without_backbone(lm: PreTrainedModel) -> PreTrainedModel:
+def _head_only(lm: PreTrainedModel) -> PreTrainedModel:
     """A shallow copy of the model that shares its head and maps given hidden states to logits."""
     head = copy.copy(lm)
     # Libraries that wrap `forward` on the instance (accelerate's mixed precision) have bound it to the original.
     head.__dict__.pop("forward", None)
-    head._modules = {**lm._modules, lm.base_model_prefix: _Given()}
+    head._modules = {**lm._modules, lm.base_model_prefix: _BackboneStub()}
     return head

@@ -30,16 +30,16 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     if hasattr(model, "get_base_model"):
-        _refuse_peft(getattr(model, "active_peft_config", None))
+        _check_peft(getattr(model, "active_peft_config", None))
         model = model.get_base_model()  # type: ignore[operator]
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a Hugging Face model; pass one made by AutoModelForCausalLM")
-    _refuse(model, name)
+    check_supported(model, name)
     return model
 
 
-def _refuse(model: PreTrainedModel, name: str) -> None:
+def check_supported(model: PreTrainedModel, name: str) -> None:
     """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
     config = model.config.get_text_config(decoder=True)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
@@ -91,7 +91,7 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
         raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
 
 
-def _refuse_peft(config: Any) -> None:
+def _check_peft(config: Any) -> None:
     kind = getattr(config, "peft_type", None)
     if getattr(config, "is_prompt_learning", False):
         raise UnsupportedModelError(f"PEFT's {kind} adds tokens that are not in input_ids; use LoRA or the like")
@@ -103,7 +103,7 @@ def _refuse_peft(config: Any) -> None:
         raise UnsupportedModelError("PEFT's AdaLoRA adds a term to the model's own loss, which is not used; use LoRA")
 
 
-def refuse_attention_dropout(backbone: nn.Module) -> None:
+def check_attention_dropout(backbone: nn.Module) -> None:
     """Attention kernels do not replay it."""
     for name, module in backbone.named_modules():
         if module.training and hasattr(module, "layer_idx"):
@@ -121,7 +121,7 @@ def attention_dropout_text(name: str, p: float) -> str:
     )
 
 
-def refuse_idle_layers(
+def check_every_layer_attended(
     model: PreTrainedModel, layers: nn.ModuleList, windows: dict[int, int | None], total_length: int
 ) -> None:
     """Raises if layers have not attended in a forward, or if none has asked for the window that the config speaks of.

@@ -34,7 +34,7 @@ KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 """Tensors that models pass on to attention without a bearing on it."""
 
 
-class Pass(Protocol):
+class Attention(Protocol):
     """One walk over the chunks. The attention of every layer goes through it."""
 
     def attend(
@@ -50,18 +50,18 @@ class Pass(Protocol):
     ) -> Tensor: ...
 
 
-one_at_a_time = threading.RLock()
+engine_lock = threading.RLock()
 """Held while a pass runs, and while its memory is taken or given back."""
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """What this thread computes."""
 
-    chunk_of: Pass | None = None
+    chunk_of: Attention | None = None
     """The pass whose chunk it is. Of no other thread: theirs may call the model for reasons of their own."""
 
 
-here = _Here()
+thread_state = _ThreadState()
 
 
 def _attention(
@@ -81,7 +81,7 @@ def _attention(
     """The function that models call as their attention. Takes [B, H, T, D], returns [B, T, H, D]."""
     layer = getattr(module, "layer_idx", None)
     name = f"{type(module).__name__} of layer {layer}"
-    if here.chunk_of is None:
+    if thread_state.chunk_of is None:
         raise RuntimeError(OUTSIDE.format(name))
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     extra = [key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in KNOWN_ARGUMENTS]
@@ -95,7 +95,7 @@ def _attention(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = here.chunk_of.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
+    out = thread_state.chunk_of.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -116,7 +116,7 @@ def gate(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, for the thread that computes a chunk. Others would compute with half of the model changed."""
 
     def gated(*args: Any, **kwargs: Any) -> Any:
-        if here.chunk_of is None:
+        if thread_state.chunk_of is None:
             raise RuntimeError(OUTSIDE.format(type(module).__name__))
         return call(*args, **kwargs)
 
@@ -124,20 +124,20 @@ def gate(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(gated, recursive=False)
 
 
-def as_part_of(pass_: Pass | None, call: Callable[..., Any]) -> Callable[..., Any]:
+def within_chunk(pass_: Attention | None, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, as a part of this pass's chunk in whatever thread autograd makes it again."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        outer, here.chunk_of = here.chunk_of, pass_
+        outer, thread_state.chunk_of = thread_state.chunk_of, pass_
         try:
             return call(*args, **kwargs)
         finally:
-            here.chunk_of = outer
+            thread_state.chunk_of = outer
 
     return called
 
 
-def callers_autocast(device_type: str) -> torch.autocast:
+def current_autocast(device_type: str) -> torch.autocast:
     """The autocast that is on now, to be entered again in the backward. Without its cache, which would hand weights
     that were cast without a graph to a pass that needs one."""
     return torch.autocast(
@@ -150,7 +150,7 @@ def callers_autocast(device_type: str) -> torch.autocast:
 
 def is_running() -> bool:
     """Whether this thread computes a chunk of an engine's pass."""
-    return here.chunk_of is not None
+    return thread_state.chunk_of is not None
 
 
 def is_checkpointing(model: nn.Module) -> bool:
@@ -158,7 +158,7 @@ def is_checkpointing(model: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
-def switch_checkpointing(model: nn.Module, *, on: bool) -> None:
+def set_checkpointing(model: nn.Module, *, on: bool) -> None:
     """That switch. Releases of transformers call it activation checkpointing or gradient checkpointing."""
     end = "enable" if on else "disable"
     name = f"activation_checkpointing_{end}"

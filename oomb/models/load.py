@@ -143,7 +143,7 @@ def load_weights(
         )
     except Exception as error:
         # Of any type: of safetensors, of torch, of pickle. The files are a better witness than its words.
-        broken = weight_files.what_is_broken(weight_files.folder_of(name_or_path))
+        broken = weight_files.find_broken_file(weight_files.folder_of(name_or_path))
         if broken is None:
             raise
         raise ValueError(broken) from error
@@ -219,13 +219,13 @@ def _from_hugging_face(auto_class: Any, name: str, trust_remote_code: bool, **op
         try:
             return auto_class.from_pretrained(str(path), **options)
         except (OSError, ValueError) as error:
-            _refuse_code(auto_class, name, **options)
+            _reject_remote_code(auto_class, name, **options)
             raise ValueError(f"the folder {name!r} could not be loaded: {_first_line(error)}") from error
     offline = _why_offline()
     try:
         return auto_class.from_pretrained(name, local_files_only=offline is not None, **options)
     except (OSError, ValueError) as error:
-        _refuse_code(auto_class, name, **options)
+        _reject_remote_code(auto_class, name, **options)
         if offline is None:
             raise ValueError(f"the hub id {name!r} could not be loaded: {_first_line(error)}") from error
         raise ValueError(
@@ -234,7 +234,7 @@ def _from_hugging_face(auto_class: Any, name: str, trust_remote_code: bool, **op
         ) from error
 
 
-def _refuse_code(
+def _reject_remote_code(
     auto_class: Any, name: str, *, trust_remote_code: bool, config: PretrainedConfig | None = None, **options: Any
 ) -> None:
     """Raise ValueError if something could not be loaded because that takes Python code of its own."""

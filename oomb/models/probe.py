@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from oomb.models.causal_lm import decoder_layers, learned_positions
-from oomb.models.shape import LayerFacts, ModelFacts
+from oomb.models.shape import LayerFacts, ModelShape
 
 RECORDER_NAME = "oomb_recorder"
 _recording = threading.local()
 
 
-def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None, *, autocast: bool = False) -> ModelFacts:
+def model_shape(
+    model: nn.Module, layers: tuple[LayerFacts, ...] | None = None, *, autocast: bool = False
+) -> ModelShape:
     """The facts of a model, PEFT-wrapped or not. `layers` are those of its attention, where they are known. `autocast`:
     it will run under one."""
     lm = _without_wrappers(model)
@@ -42,7 +44,7 @@ def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None, *, 
     itemsize = next(p for p in parameters if p.is_floating_point()).dtype.itemsize
     has_frozen_matrix = any(not p.requires_grad and p.ndim > 1 for p in stack.parameters())
     has_adapters = has_frozen_matrix and any(p.requires_grad for p in stack.parameters())
-    return ModelFacts(
+    return ModelShape(
         layers=attention_layers(lm) if layers is None else layers,
         hidden_size=config.hidden_size,
         vocab_size=embedding.weight.shape[0],
@@ -52,12 +54,12 @@ def facts_of(model: nn.Module, layers: tuple[LayerFacts, ...] | None = None, *, 
         float32_sum_bytes=4 * sum(p.numel() for p in narrow),
         wide_grad_bytes=sum(p.nbytes for p in trainable if p.dtype.itemsize >= 4),
         head_grad_bytes=head_weight.nbytes if head_weight is not None and head_weight.requires_grad else 0,
-        layer_width=-(-width // len(stack)),
+        layer_io_width=-(-width // len(stack)),
         has_adapters=has_adapters,
-        has_wide_adapters=has_adapters and not autocast and any(p.dtype.itemsize > itemsize for p in trainable),
-        active_matrix_elements=active,
-        trained_matrix_elements=trained,
-        trainable_elements=sum(p.numel() for p in trainable),
+        has_float32_adapters=has_adapters and not autocast and any(p.dtype.itemsize > itemsize for p in trainable),
+        active_params=active,
+        trained_params=trained,
+        trainable_params=sum(p.numel() for p in trainable),
         num_positions=learned_positions(getattr(lm, lm.base_model_prefix), config),
     )
 
@@ -92,7 +94,7 @@ def attention_layers(lm: Any) -> tuple[LayerFacts, ...]:
     if set(recorded) == set(range(config.num_hidden_layers)):
         return tuple(recorded[index] for index in sorted(recorded))
     # The layers before the one that could not run tell the sizes of all.
-    return config_layers(config, recorded.get(0))
+    return shapes_from_config(config, recorded.get(0))
 
 
 def record_layers(lm: Any) -> dict[int, LayerFacts]:
@@ -135,7 +137,7 @@ def _record(
 AttentionInterface.register(RECORDER_NAME, _record)
 
 
-def config_layers(config: Any, like: LayerFacts | None = None) -> tuple[LayerFacts, ...]:
+def shapes_from_config(config: Any, like: LayerFacts | None = None) -> tuple[LayerFacts, ...]:
     """The attention of every layer by the config; its sizes as in `like`, where one layer's are known."""
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

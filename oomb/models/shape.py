@@ -19,7 +19,7 @@ class LayerFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFacts:
+class ModelShape:
     """All that memory and time depend on."""
 
     layers: tuple[LayerFacts, ...]
@@ -37,16 +37,16 @@ class ModelFacts:
     """`.grad` of the others, which need no sum."""
     head_grad_bytes: int
     """Gradient of the head's weight, made in one piece for each tile; 0 where it is frozen."""
-    layer_width: int
+    layer_io_width: int
     """Inputs and outputs of the matrices of a layer; of experts, those that a token uses."""
     has_adapters: bool
     """The base is frozen, small matrices beside it are trained."""
-    has_wide_adapters: bool
+    has_float32_adapters: bool
     """They compute in more bytes than the base, as PEFT's float32 ones do outside of autocast."""
-    active_matrix_elements: int
+    active_params: int
     """Elements of the matrices that a token is multiplied with."""
-    trained_matrix_elements: int
-    trainable_elements: int
+    trained_params: int
+    trainable_params: int
     num_positions: int | None = None
     """How many positions the model has learned; None if it computes them."""
 

@@ -44,7 +44,7 @@ class ModelState:
             ],
         )
 
-    def refuse_changes(self, now: ModelState, *, with_sums: bool = False) -> None:
+    def check_unchanged(self, now: ModelState, *, with_sums: bool = False) -> None:
         """Raise if weights or adapters are others by now; `with_sums` reads the weights. Modes may differ: both passes
         run in those of the first."""
         changed = None

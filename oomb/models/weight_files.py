@@ -43,7 +43,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def what_is_broken(folder: Path | None) -> str | None:
+def find_broken_file(folder: Path | None) -> str | None:
     """What is wrong with the first file of weights that is not whole, and the remedy. None: nothing is seen."""
     if folder is None:
         return None
@@ -56,7 +56,7 @@ def what_is_broken(folder: Path | None) -> str | None:
             return (
                 f"{path} is missing, of {len(files)} files of weights that the index names; download or copy it again"
             )
-        fault = _fault_of(path)
+        fault = _find_fault(path)
         if fault is not None:
             # In the hub's cache a name is a link to what has been downloaded, whole or not.
             first = f"remove {path.resolve()}, then " if path.is_symlink() else ""
@@ -64,7 +64,7 @@ def what_is_broken(folder: Path | None) -> str | None:
     return None
 
 
-def _fault_of(path: Path) -> str | None:
+def _find_fault(path: Path) -> str | None:
     """Seen in a file's size and its first bytes."""
     size = path.stat().st_size
     with path.open("rb") as file:

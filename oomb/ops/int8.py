@@ -15,7 +15,7 @@ UP = 1 + 2**-7
 """Rounding to bfloat16 takes off less than this factor puts on."""
 
 
-def quantise(x: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Numbers in int8 and scales [...] of vectors [..., D]; with a seed, rounded at random by it.
 
     [1.0, -2.0, 0.5] has the scale 2.0 / 127 (a little more in bfloat16), and so becomes [63, -126, 31] or thereabouts.
@@ -31,7 +31,7 @@ def quantise(x: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
     return steps.clamp(-LEVELS, LEVELS).to(torch.int8), scale
 
 
-def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Vectors [..., D] again."""
     wide = torch.promote_types(dtype, torch.float32)
     return (x.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
+IGNORE_INDEX = -100
 Function = Callable[..., Any]
 
 PLAIN_TILE = 2**26
@@ -39,12 +39,12 @@ def target_logprob(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor
     logits = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
     lse = logits.logsumexp(-1)
     picked = logits.gather(-1, targets_N.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(targets_N == IGNORED, 0.0, picked - lse), lse
+    return torch.where(targets_N == IGNORE_INDEX, 0.0, picked - lse), lse
 
 
 def target_logprob_backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, dlogp_N: Tensor) -> Tensor:
     logits = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
-    scale = torch.where(targets_N == IGNORED, 0.0, dlogp_N).unsqueeze(-1)
+    scale = torch.where(targets_N == IGNORE_INDEX, 0.0, dlogp_N).unsqueeze(-1)
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets_N.unsqueeze(-1)
     probs = (logits - lse_N.unsqueeze(-1)).exp()
     return (scale * (is_target.to(probs.dtype) - probs)).to(logits_NV.dtype)
@@ -54,13 +54,13 @@ def rows_with_targets(targets_BT: Tensor, device: torch.device) -> tuple[Tensor 
     """The rows that the head must run on, and their targets. All of them if most count: leaving out a few would only
     spoil the shape."""
     targets = targets_BT.flatten()
-    rows = (targets != IGNORED).nonzero().flatten()
+    rows = (targets != IGNORE_INDEX).nonzero().flatten()
     if len(rows) > 0.9 * len(targets):
         return slice(None), targets.to(device)
     return rows.to(device), targets[rows].to(device)
 
 
-def tiles_of(most_rows: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def split_tiles(most_rows: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Slices of one size (but the last) of all tensors along their first dimension, of `most_rows` at the most."""
     total = rows[0].shape[0]
     if total == 0:

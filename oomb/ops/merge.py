@@ -54,7 +54,7 @@ def _use_triton(x: Tensor) -> bool:
 def _launch(
     x: Tensor, y: Tensor, dtype: torch.dtype, lse_x: Tensor | None = None, lse_y: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    from oomb.ops.triton_kernels.elementwise import combine_kernel
+    from oomb.ops.triton_kernels.elementwise import merge_kernel
 
     B, H, T, D = y.shape
     assert x.stride(-1) == y.stride(-1) == 1
@@ -64,7 +64,7 @@ def _launch(
     lse_x, lse_y = (part.contiguous() if part is not None else out for part in (lse_x, lse_y))
     # 32 x 128 elements a program: wide loads, and enough programs for any GPU at 4096 queries.
     with torch.cuda.device_of(y):
-        combine_kernel[(-(-T // 32), H, B)](
+        merge_kernel[(-(-T // 32), H, B)](
             x, y, out, lse_x, lse_y, lse, T, D, *x.stride()[:3], *y.stride()[:3], *out.stride()[:3],
             WEIGHTED=weighted, TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oomb.ops.rounding import DROPPED_BITS, accumulate_reference
+from oomb.ops.rounding import DROPPED_BITS, add_stochastic_reference
 
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,7 +50,7 @@ def part(rows: dict[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
     return {name: row[scales if name.endswith("_scale") else slice(start, end)] for name, row in rows.items()}
 
 
-def decoded(fields: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+def decode(fields: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
     """A moment as numbers; the field itself if it is of that precision."""
     codes, scales = fields[name], fields.get(scale_of(name))
     if scales is None:
@@ -69,7 +69,7 @@ def encode_(fields: dict[str, Tensor], name: str, moment: Tensor, generator: tor
     codes, scales = fields[name], fields.get(scale_of(name))
     if scales is None:
         if codes is not moment:
-            codes.copy_(rounded_at_random(moment, codes.dtype, generator))
+            codes.copy_(_stochastic_round(moment, codes.dtype, generator))
         return
     first, last, power = LEVELS[codes.dtype]
     runs = pad(moment, (0, -len(moment) % RUN)).view(-1, RUN)
@@ -83,11 +83,11 @@ def encode_(fields: dict[str, Tensor], name: str, moment: Tensor, generator: tor
     codes.copy_(levels.copysign_(shares) if codes.dtype.is_signed else levels)
 
 
-def rounded_at_random(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def _stochastic_round(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """In 16 bits, up or down with the probability that is due; in more, to the nearest."""
     if dtype not in DROPPED_BITS:
         return values.to(dtype)
     bits = torch.empty(values.shape, dtype=torch.int32, device=values.device).random_(generator=generator)
     total = torch.zeros(values.shape, dtype=dtype, device=values.device)
-    accumulate_reference(total, values, bits)
+    add_stochastic_reference(total, values, bits)
     return total

@@ -25,7 +25,7 @@ SINK = 0
 
 
 @dataclass(frozen=True)
-class Rule:
+class PageRule:
     """How pages are ranked."""
 
     num_means: int
@@ -35,16 +35,16 @@ class Rule:
     has_sink: bool
     """Page 0 is always chosen."""
 
-    def asked(self, tile_size: int) -> list[int]:
+    def sampled_queries(self, tile_size: int) -> list[int]:
         """The queries of a tile that are asked, its last among them: 15, 31, ..., 127 for eight of 128."""
         count = min(self.num_queries or tile_size, tile_size)
         return [j * tile_size // count - 1 for j in range(1, count + 1)]
 
 
-def rule_named(name: str, page_size: int) -> Rule:
+def rule_named(name: str, page_size: int) -> PageRule:
     """ "paper" is that of arXiv 2602.02108, for comparison."""
     num_queries, has_sink = {"mass": (16, True), "paper": (None, False)}[name]
-    return Rule(means_per_page(name, page_size), num_queries, has_sink)
+    return PageRule(means_per_page(name, page_size), num_queries, has_sink)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ MAX_SPLITS = 16
 """Merging more would take longer than they save."""
 
 
-def summarise(k_BKTD: Tensor, page_size: int, num_means: int, out_BKMD: Tensor) -> None:
+def summarize(k_BKTD: Tensor, page_size: int, num_means: int, out_BKMD: Tensor) -> None:
     """Means of the keys of whole pages, `num_means` to a page, in the dtype of `out_BKMD`."""
     T = k_BKTD.shape[2]
     if T % page_size or page_size % num_means:
@@ -80,23 +80,25 @@ def summarise(k_BKTD: Tensor, page_size: int, num_means: int, out_BKMD: Tensor) 
     out_BKMD.copy_(means.clamp_(-largest, largest))
 
 
-def select(q_BHTD: Tensor, means_BKMD: Tensor, rule: Rule, budget: int, *, scale: float, tile_size: int) -> Tensor:
+def select(q_BHTD: Tensor, means_BKMD: Tensor, rule: PageRule, budget: int, *, scale: float, tile_size: int) -> Tensor:
     """[B, N, C] numbers of the pages that each tile reads, ascending."""
     (B, _, T, _), P = q_BHTD.shape, means_BKMD.shape[2] // rule.num_means
     if budget >= P:
         return torch.arange(P, dtype=torch.int32, device=q_BHTD.device).expand(B, -(-T // tile_size), P)
-    return choose(interest(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size), budget, rule.has_sink)
+    return top_pages(
+        page_scores(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size), budget, rule.has_sink
+    )
 
 
-def interest(q_BHTD: Tensor, means_BKMD: Tensor, *, rule: Rule, scale: float, tile_size: int) -> Tensor:
+def page_scores(q_BHTD: Tensor, means_BKMD: Tensor, *, rule: PageRule, scale: float, tile_size: int) -> Tensor:
     """[B, N, P] in float32: the attention that each tile's asked queries give to each page's means, summed over queries
     and heads. The last tile may be shorter; it is asked for as many queries as it has, up to the rule's number."""
     if _use_triton(q_BHTD, means_BKMD):
-        return launch_interest(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size)
-    return interest_reference(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size)
+        return launch_page_scores(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size)
+    return page_scores_reference(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size)
 
 
-def choose(interest_BNP: Tensor, budget: int, has_sink: bool) -> Tensor:
+def top_pages(interest_BNP: Tensor, budget: int, has_sink: bool) -> Tensor:
     """[B, N, C] numbers of the `budget` pages of most interest, ascending; of two alike, the earlier is chosen."""
     P = interest_BNP.shape[2]
     # Bits of floats that are not negative are ordered as the floats are. With the page's number below them no two ranks
@@ -109,7 +111,9 @@ def choose(interest_BNP: Tensor, budget: int, has_sink: bool) -> Tensor:
     return (P - 1 - ranks % (1 << 32)).int().sort(dim=-1).values
 
 
-def interest_reference(q_BHTD: Tensor, means_BKMD: Tensor, *, rule: Rule, scale: float, tile_size: int) -> Tensor:
+def page_scores_reference(
+    q_BHTD: Tensor, means_BKMD: Tensor, *, rule: PageRule, scale: float, tile_size: int
+) -> Tensor:
     H, T = q_BHTD.shape[1:3]
     K, M = means_BKMD.shape[1:3]
     wide = torch.promote_types(q_BHTD.dtype, torch.float32)
@@ -118,24 +122,24 @@ def interest_reference(q_BHTD: Tensor, means_BKMD: Tensor, *, rule: Rule, scale:
     for first in range(0, T, tile_size):
         tile = q_BHTD[:, :, first : first + tile_size]
         # R rows: all asked queries of all heads that share a key/value head.
-        q_BKRD = tile[:, :, rule.asked(tile.shape[2])].to(wide).unflatten(1, (K, H // K)).flatten(2, 3)
+        q_BKRD = tile[:, :, rule.sampled_queries(tile.shape[2])].to(wide).unflatten(1, (K, H // K)).flatten(2, 3)
         shares_BKRM = (q_BKRD @ means_BKDM * scale).softmax(-1)
         by_tile.append(shares_BKRM.sum((1, 2)).unflatten(-1, (M // rule.num_means, rule.num_means)).sum(-1))
     return torch.stack(by_tile, 1).float()
 
 
-def launch_interest(
+def launch_page_scores(
     q_BHTD: Tensor,
     means_BKMD: Tensor,
     *,
-    rule: Rule,
+    rule: PageRule,
     scale: float,
     tile_size: int,
     lse_tiling: Tiling | None = None,
     interest_tiling: Tiling | None = None,
 ) -> Tensor:
     """Two passes over the means: the lse of every row, then the shares. No score leaves the kernels."""
-    from oomb.ops.triton_kernels.page_scores import interest_kernel, means_lse_kernel, merge_lse_kernel
+    from oomb.ops.triton_kernels.page_scores import means_lse_kernel, merge_lse_kernel, page_scores_kernel
 
     (B, H, T, D), (K, M) = q_BHTD.shape, means_BKMD.shape[1:3]
     assert q_BHTD.stride(3) == means_BKMD.stride(3) == 1
@@ -143,7 +147,7 @@ def launch_interest(
     result_BNP = torch.empty(B, N, P, dtype=torch.float32, device=q_BHTD.device)
     if P == 0:
         return result_BNP
-    num_asked = len(rule.asked(tile_size))
+    num_asked = len(rule.sampled_queries(tile_size))
     num_rows = N * num_asked * group
     lse_tiling = lse_tiling or _tiling(q_BHTD, means_BKMD, num_rows)
     interest_tiling = interest_tiling or _tiling(q_BHTD, means_BKMD, num_asked * group)
@@ -163,7 +167,7 @@ def launch_interest(
         )  # fmt: skip
         if splits > 1:
             merge_lse_kernel[(-(-lse[0].numel() // 64),)](lse, lse[0].numel(), SPLITS=splits, TILE_R=64, num_warps=1)
-        interest_kernel[(N, -(-P * page_places // tile_m), B)](
+        page_scores_kernel[(N, -(-P * page_places // tile_m), B)](
             q_BHTD, means_BKMD, lse, result_BNP, T, D, P, K, num_rows, scale * LOG2_E, *strides, **sizes,
             NUM_MEANS=rule.num_means, TILE_R=interest_tiling.rows, TILE_M=tile_m, TILE_PAGE=page_places,
             num_warps=interest_tiling.num_warps, num_stages=interest_tiling.num_stages,

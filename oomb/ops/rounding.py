@@ -18,13 +18,13 @@ PIECE = 2**22
 """Numbers that are added at once where no kernel does it."""
 
 
-def accumulate_(total: Tensor, share: Tensor, seed: int) -> None:
+def add_stochastic_(total: Tensor, share: Tensor, seed: int) -> None:
     """total += share, both [B, K, T, D] with any strides. `seed` is a number below 2**31; what it draws depends on the
     shape alone, not on where the tensors lie."""
     if HAS_TRITON and total.is_cuda and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
-        launch_accumulate(total, share, seed)
+        launch_add_stochastic(total, share, seed)
     else:
-        accumulate_reference(total, share, random_bits(total, seed))
+        add_stochastic_reference(total, share, random_bits(total, seed))
 
 
 def add_(total: Tensor, share: Tensor, seed: int) -> None:
@@ -36,17 +36,17 @@ def add_(total: Tensor, share: Tensor, seed: int) -> None:
         # Piece by piece: what is made on the way is several times as large as what is added.
         flat = total.view(-1) if total.is_contiguous() else total.reshape(-1)
         for index, (part, piece) in enumerate(zip(flat.split(PIECE), share.reshape(-1).split(PIECE), strict=True)):
-            accumulate_reference(part, piece, random_bits(part, mix(seed, index)))
+            add_stochastic_reference(part, piece, random_bits(part, mix(seed, index)))
         if not total.is_contiguous():
             total.copy_(flat.view(total.shape))
     else:
         total.add_(share)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+def stochastic_round(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     """x in `dtype`, rounded at random where that has 16 bits."""
     total = torch.zeros_like(x, dtype=dtype)
-    accumulate_reference(total, x, random_bits(total, seed))
+    add_stochastic_reference(total, x, random_bits(total, seed))
     return total
 
 
@@ -63,7 +63,7 @@ def random_bits(x: Tensor, seed: int) -> Tensor | None:
     return torch.randint(0, 2**31 - 1, x.shape, generator=generator, dtype=torch.int32, device=x.device)
 
 
-def accumulate_reference(total: Tensor, share: Tensor, random_bits: Tensor | None) -> None:
+def add_stochastic_reference(total: Tensor, share: Tensor, random_bits: Tensor | None) -> None:
     """The same, with the random bits given.
 
     1 + 2**-8 lies halfway between two bfloat16 numbers, 1 and 1 + 2**-7: half of all random bits give each of them.
@@ -77,7 +77,7 @@ def accumulate_reference(total: Tensor, share: Tensor, random_bits: Tensor | Non
     total.copy_(summed)
 
 
-def launch_accumulate(total: Tensor, share: Tensor, seed: int) -> None:
+def launch_add_stochastic(total: Tensor, share: Tensor, seed: int) -> None:
     from oomb.ops.triton_kernels.elementwise import accumulate_kernel
 
     B, K, T, D = total.shape

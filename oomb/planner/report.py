@@ -17,17 +17,25 @@ from oomb.config import OFFLOADED_STATES, Config
 from oomb.memory.pool import GPU, HOST
 from oomb.models import adapters, load
 from oomb.models.checks import UnsupportedModelError, unwrap
-from oomb.models.probe import facts_of
-from oomb.models.shape import ModelFacts
-from oomb.planner.forecast import Plan, forecast, request_for, step_terms
+from oomb.models.probe import model_shape
+from oomb.models.shape import ModelShape
+from oomb.planner.forecast import StepForecast, forecast_step, request_for, step_terms
 from oomb.planner.hardware import Machine
 from oomb.planner.placement import place
-from oomb.planner.request import MARGIN, Term
-from oomb.planner.suggest import Answer, answer
+from oomb.planner.request import SAFETY_SHARE, MemoryTerm
+from oomb.planner.suggest import Suggestions, suggest_settings
 from oomb.utils import dtypes, units
 from oomb.utils.units import parse_bytes, short_tokens
 
 TIERS = {GPU: "GPU", HOST: "host"}
+JSON_KEYS = {
+    "has_float32_adapters": "has_wide_adapters",
+    "layer_io_width": "layer_width",
+    "active_params": "active_matrix_elements",
+    "trained_params": "trained_matrix_elements",
+    "trainable_params": "trainable_elements",
+}
+"""Keys of `oomb plan --output` that differ from field names. Programs read them, so they stay."""
 NUM_CONTEXTS = 48
 """Points of a curve in the picture."""
 PICTURES = (".png", ".pdf", ".svg")
@@ -49,22 +57,22 @@ COLORS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class PlanReport:
     """A model by its name, and the plan for it."""
 
     model: str
     dtype: str
     lora: bool
-    facts: ModelFacts
-    plan: Plan
+    shape: ModelShape
+    forecast: StepForecast
     positions: int | None
     """How many positions the model was made for."""
-    answer: Answer
+    suggestions: Suggestions
     """What to change if it does not fit, or takes long."""
 
     @property
     def title(self) -> str:
-        plan, machine = self.plan, self.plan.machine
+        plan, machine = self.forecast, self.forecast.machine
         batch = f" x {plan.batch_size}" if plan.batch_size > 1 else ""
         return (
             f"{self.model} in {self.dtype}, {'LoRA' if self.lora else 'full training'}: one step on {plan.length:,} "
@@ -73,7 +81,7 @@ class Forecast:
         )
 
     def table(self) -> Table:
-        plan = self.plan
+        plan = self.forecast
         table = Table(title=escape(self.title), title_justify="left")
         for column in ("what", "where", "size", ""):
             table.add_column(column, justify="right" if column == "size" else "left")
@@ -84,7 +92,7 @@ class Forecast:
                     term.name, name, units.gib(term.num_bytes), "grows with the context" if term.grows else ""
                 )
             limit, total = self._limit(tier), plan.peak_gpu_bytes if tier == GPU else plan.host_bytes
-            source = "usable" if tier == GPU else f"{MARGIN:.0%} of what is free"
+            source = "usable" if tier == GPU else f"{SAFETY_SHARE:.0%} of what is free"
             if tier == HOST and plan.config.host_memory != "auto":
                 source = f"host_memory={plan.config.host_memory}"
             note = f"of {units.gib(limit)}, {source}"
@@ -92,16 +100,16 @@ class Forecast:
         return table
 
     def _limit(self, tier: str) -> int:
-        return self.plan.gpu_limit if tier == GPU else self.plan.host_limit
+        return self.forecast.gpu_limit if tier == GPU else self.forecast.host_limit
 
     @property
     def master_bytes(self) -> int:
         """What `master_weights` of `oomb.OffloadedAdamW` takes besides its states: as much as float32 sums."""
-        return self.facts.float32_sum_bytes
+        return self.shape.float32_sum_bytes
 
-    def lines(self) -> list[str]:
+    def notes(self) -> list[str]:
         """What the table does not say."""
-        plan, placement = self.plan, self.plan.placement
+        plan, placement = self.forecast, self.forecast.placement
         on_off = {True: "yes", False: "no"}
         kept = on_off[placement.keep_attention]
         if 0 < placement.out_tokens < placement.capacity:
@@ -113,7 +121,7 @@ class Forecast:
             f"optimizer {plan.optimizer}"
         ]
         if plan.seconds is not None and plan.fits:
-            lines.append(f"time of a step: {plan.pace}")
+            lines.append(f"time of a step: {plan.step_time_text}")
         elif plan.fits:
             unknown = "this GPU" if plan.machine.scale is None else "float32"
             lines.append(f"time of a step: not predicted, since the rates of {unknown} are not known")
@@ -126,7 +134,7 @@ class Forecast:
             value = getattr(plan.config, name)
             if value != "auto" and parse_bytes(value) > there:
                 lines.append(f"[yellow]{name}={value}: {units.gib(there)} are {words} for it[/]")
-        has_learned = self.facts.num_positions is not None
+        has_learned = self.shape.num_positions is not None
         if self.positions is not None and plan.length > self.positions and not has_learned:
             lines.append(
                 f"[yellow]the model was made for {self.positions:,} positions (max_position_embeddings): scale RoPE "
@@ -141,11 +149,11 @@ class Forecast:
             lines.append(f"[bold red]{escape(plan.problem)}[/]")
         else:
             lines.append("[bold green]fits[/]")
-        return [*lines, *map(escape, self.answer.lines())]
+        return [*lines, *map(escape, self.suggestions.lines())]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plan = self.plan
+        plan = self.forecast
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -165,8 +173,8 @@ class Forecast:
             "float32_sums": plan.float32_sums,
             "placement": {k: v for k, v in asdict(plan.placement).items() if k != "terms"},
             "terms": [asdict(term) for term in plan.terms],
-            "facts": asdict(self.facts),
-            **self.answer.as_dict(),
+            "facts": {JSON_KEYS.get(name, name): value for name, value in asdict(self.shape).items()},
+            **self.suggestions.as_dict(),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -181,7 +189,7 @@ class Forecast:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        plan, path = self.plan, Path(path)
+        plan, path = self.forecast, Path(path)
         contexts = self._contexts()
         ticks = range(0, contexts[-1] + 1, 1 << max(0, (contexts[-1] // 4).bit_length() - 1))
         terms = [self._terms(context) for context in contexts]
@@ -209,33 +217,33 @@ class Forecast:
         return path
 
     def _contexts(self) -> list[int]:
-        chunk, longest = self.plan.config.chunk_size, self.plan.longest_context or 0
-        end = max(self.plan.length, longest) * 5 // 4
+        chunk, longest = self.forecast.config.chunk_size, self.forecast.longest_context or 0
+        end = max(self.forecast.length, longest) * 5 // 4
         step = max(1, -(-end // chunk // NUM_CONTEXTS)) * chunk
         return [chunk, *range(step + chunk, end + step, step)]
 
-    def _terms(self, length: int) -> tuple[Term, ...]:
-        plan = self.plan
+    def _terms(self, length: int) -> tuple[MemoryTerm, ...]:
+        plan = self.forecast
         request = request_for(
-            self.facts,
+            self.shape,
             plan.config,
             plan.machine,
             batch_size=plan.batch_size,
             length=length,
             optimizer=plan.optimizer,
-            trains=True,
+            needs_grad=True,
         )
         return step_terms(request, place(request)[0], plan.optimizer)
 
 
-def _curves(plans: Sequence[tuple[Term, ...]], tier: str) -> tuple[list[str], list[list[float]]]:
+def _curves(plans: Sequence[tuple[MemoryTerm, ...]], tier: str) -> tuple[list[str], list[list[float]]]:
     """Names of a tier's terms, and their GiB in every plan."""
     found = [{term.name: term.num_bytes for term in terms if term.tier == tier} for terms in plans]
     names = sorted({name for sizes in found for name in sizes}, key=list(COLORS).index)
     return names, [[sizes.get(name, 0) / units.GIB for sizes in found] for name in names]
 
 
-def plan(
+def plan_step(
     model: str,
     context: int,
     machine: Machine,
@@ -246,7 +254,7 @@ def plan(
     optimizer: str = "adamw",
     settings: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> Forecast:
+) -> PlanReport:
     """The forecast for a preset, a folder or a hub id. `settings` are fields of `Config`."""
     config = Config.from_dict(settings or {})
     if batch_size < 1:
@@ -254,32 +262,32 @@ def plan(
     trust = {"trust_remote_code": True} if trust_remote_code else {}
     model_config = load.load_config(model, **trust)
     precision = dtypes.resolve_dtype(dtype, torch.device("cuda"))
-    facts = facts_for(model, dtype=dtype, lora=lora, config=model_config, **trust)
-    asked = forecast(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer)
+    facts = shape_for(model, dtype=dtype, lora=lora, config=model_config, **trust)
+    asked = forecast_step(facts, config, machine, batch_size=batch_size, length=context, optimizer=optimizer)
 
-    def adapted() -> ModelFacts | None:
-        return facts_for(model, dtype=dtype, lora=True, config=model_config, **trust) if find_spec("peft") else None
+    def adapted() -> ModelShape | None:
+        return shape_for(model, dtype=dtype, lora=True, config=model_config, **trust) if find_spec("peft") else None
 
     name = str(precision).removeprefix("torch.")
-    return Forecast(
+    return PlanReport(
         model=model,
         dtype=name,
         lora=lora,
-        facts=facts,
-        plan=asked,
+        shape=facts,
+        forecast=asked,
         positions=load.positions_of(model_config),
-        answer=answer(model, name, lora, facts, asked, adapted),
+        suggestions=suggest_settings(model, name, lora, facts, asked, adapted),
     )
 
 
-def facts_for(
+def shape_for(
     name: str,
     *,
     dtype: str = "bfloat16",
     lora: bool = False,
     config: Any = None,
     trust_remote_code: bool = False,
-) -> ModelFacts:
+) -> ModelShape:
     """The facts of a model that is built on the meta device: no weight is read, no memory taken. With `lora`, as `oomb
     bench --lora` and `oomb train --use_peft` have it: rank 16, on all linear layers, computed as the weights are."""
     from transformers import AutoModelForCausalLM
@@ -296,7 +304,7 @@ def facts_for(
                 raise
         if lora:
             network = adapters.with_lora(network)
-    return facts_of(network, autocast=lora and precision is torch.bfloat16)
+    return model_shape(network, autocast=lora and precision is torch.bfloat16)
 
 
 def check_plotting(path: str | Path, option: str = "--plot") -> None:

@@ -8,16 +8,16 @@ from functools import cached_property
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import pair_bytes, row_bytes
-from oomb.models.shape import LayerFacts, ModelFacts
+from oomb.models.shape import LayerFacts, ModelShape
 from oomb.utils.dtypes import ITEMSIZES
 from oomb.utils.units import parse_bytes
 
-MARGIN = 0.9
+SAFETY_SHARE = 0.9
 """Share of what is left that "auto" gives to pages, and at which a chunk's activations count as fitting."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class MemoryTerm:
     """One use of memory."""
 
     name: str
@@ -43,7 +43,7 @@ class Placement:
     """The last so many of `capacity` have their attention outputs kept: with dense attention those cost most."""
     gpu_out_tokens: int
     """Of these, those on the GPU: none of them or all."""
-    terms: tuple[Term, ...]
+    terms: tuple[MemoryTerm, ...]
 
     @property
     def host_tokens(self) -> int:
@@ -68,35 +68,35 @@ class Placement:
         return _total(self.terms, HOST, grows=True)
 
     @property
-    def needed_bytes(self) -> int:
+    def fixed_bytes(self) -> int:
         """What a step takes on the GPU beside that: gradients, activations, staging buffers."""
         return _total(self.terms, GPU, grows=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlacementRequest:
     """A sequence and the memory there is for it: the arguments of `decide`."""
 
-    facts: ModelFacts
+    shape: ModelShape
     config: Config
     batch_size: int
     length: int
-    trains: bool
+    needs_grad: bool
     float32_sums: bool
     fused: bool
-    gpu_room: int | None
-    host_room: int
+    free_gpu_bytes: int | None
+    free_host_bytes: int
     missing_grad_bytes: int
     optimizer_bytes: int
-    is_only: bool = True
+    is_exclusive: bool = True
     """No other sequence is to have pages at the same time."""
     state_bytes: int = 0
-    """Optimizer states that exist and are not yet taken off `gpu_room`."""
+    """Optimizer states that exist and are not yet taken off `free_gpu_bytes`."""
 
     @property
-    def room(self) -> float:
+    def available(self) -> float:
         """Bytes that this step may take on the model's device; of a CPU only what grows with the context is bounded."""
-        return float("inf") if self.gpu_room is None else float(self.gpu_room - self.state_bytes)
+        return float("inf") if self.free_gpu_bytes is None else float(self.free_gpu_bytes - self.state_bytes)
 
     @property
     def capacity(self) -> int:
@@ -117,9 +117,9 @@ class Request:
         """Those that choose pages."""
         if self.config.page_budget is None or not self.capacity:
             return []
-        return [index for index, layer in enumerate(self.facts.layers) if layer.window is None]
+        return [index for index, layer in enumerate(self.shape.layers) if layer.window is None]
 
-    def is_quantised(self, field: int) -> bool:
+    def is_quantized(self, field: int) -> bool:
         """Whether K and V (0) or their gradients (1) rest in 8 bits."""
         return (self.config.kv_dtype, self.config.grad_dtype)[field] == "int8"
 
@@ -127,24 +127,24 @@ class Request:
     def rows(self) -> list[tuple[int, int, int]]:
         """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
         # Most layers are alike, and a search for settings asks thousands of times.
-        found = {layer: self._row(layer) for layer in set(self.facts.layers)}
-        return [found[layer] for layer in self.facts.layers]
+        found = {layer: self._row(layer) for layer in set(self.shape.layers)}
+        return [found[layer] for layer in self.shape.layers]
 
     def _row(self, layer: LayerFacts) -> tuple[int, int, int]:
-        size = layer.itemsize or self.facts.itemsize
+        size = layer.itemsize or self.shape.itemsize
         kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
         heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
         return (
             pair_bytes(heads, layer.head_size, layer.value_size, kv),
-            pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.trains else 0,
+            pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.needs_grad else 0,
             row_bytes(queries * layer.value_size * size, queries * max(4, size)),
         )
 
 
 def host_budget(config: Config, room: int) -> int:
     """What may be taken of `room` bytes of host memory."""
-    return int(MARGIN * room) if config.host_memory == "auto" else min(room, parse_bytes(config.host_memory))
+    return int(SAFETY_SHARE * room) if config.host_memory == "auto" else min(room, parse_bytes(config.host_memory))
 
 
-def _total(terms: tuple[Term, ...], tier: str, *, grows: bool) -> int:
+def _total(terms: tuple[MemoryTerm, ...], tier: str, *, grows: bool) -> int:
     return sum(term.num_bytes for term in terms if term.tier == tier and term.grows is grows)

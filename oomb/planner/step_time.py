@@ -6,7 +6,7 @@ from math import exp
 
 from oomb.config import TILE_SIZE, means_per_page
 from oomb.planner.hardware import Machine
-from oomb.planner.request import Placement, Request
+from oomb.planner.request import Placement, PlacementRequest
 
 MATRIX_TFLOPS, FORWARD_TFLOPS, BACKWARD_TFLOPS = 575, 550, 525
 """Rates of matrix products and of attention's two directions. Fitted to eight steps of Qwen2.5-7B from 24,576 to
@@ -40,7 +40,7 @@ MOST_CHUNKS = 1 << 13
 """Chunks that are looked at one by one."""
 
 
-def predict_seconds(request: Request, placement: Placement, machine: Machine) -> float | None:
+def predict_seconds(request: PlacementRequest, placement: Placement, machine: Machine) -> float | None:
     """Time of a step's forward and backward. In each pass, copies run beside the computation; except that in the fill
     pass it waits for pages that have just been chosen."""
     if machine.scale is None:
@@ -52,58 +52,58 @@ def predict_seconds(request: Request, placement: Placement, machine: Machine) ->
     )
 
 
-def _work(request: Request, placement: Placement) -> tuple[float, float]:
+def _work(request: PlacementRequest, placement: Placement) -> tuple[float, float]:
     """Seconds of arithmetic of the fill pass and of the gradient pass, at the measured rates."""
-    facts, length = request.facts, request.length
+    facts, length = request.shape, request.length
     tokens = request.batch_size * length
     # What the gradient pass computes forward again: all but a last chunk whose graph was kept.
     again = placement.capacity if placement.keep_last_chunk else length
     share_again = again / length
     head = facts.vocab_size * facts.hidden_size
-    layers: float = facts.active_matrix_elements - head
+    layers: float = facts.active_params - head
     if facts.has_adapters:
-        layers *= WIDE_ADAPTER_PRODUCTS if facts.has_wide_adapters else ADAPTER_PRODUCTS
-    fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + _forward(request, length) + _ranking(request)
-    widening = _widening(request, placement)
-    if not request.trains:
+        layers *= WIDE_ADAPTER_PRODUCTS if facts.has_float32_adapters else ADAPTER_PRODUCTS
+    fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + _forward(request, length) + _scoring_seconds(request)
+    widening = _dequantize_seconds(request, placement)
+    if not request.needs_grad:
         return fill / 1e12 + widening[0], 0.0
     # The head is always computed again. A frozen matrix costs no gradient of its own.
-    products = layers * (1 + share_again + placement.checkpoint_layers) + 2 * head + facts.trained_matrix_elements
+    products = layers * (1 + share_again + placement.checkpoint_layers) + 2 * head + facts.trained_params
     # The last tokens' is kept, and the very last chunk's if its graph is.
-    kept_from = placement.capacity - placement.out_tokens
-    attention_again = _forward(request, again) - _forward(request, placement.capacity) + _forward(request, kept_from)
+    saved_from = placement.capacity - placement.out_tokens
+    attention_again = _forward(request, again) - _forward(request, placement.capacity) + _forward(request, saved_from)
     backward = 2 * tokens * products / MATRIX_TFLOPS + attention_again + _backward(request, length)
     return fill / 1e12 + widening[0], backward / 1e12 + widening[1]
 
 
-def _widening(request: Request, placement: Placement) -> tuple[float, float]:
+def _dequantize_seconds(request: PlacementRequest, placement: Placement) -> tuple[float, float]:
     """Seconds, in the fill pass and in the gradient pass, of chosen pages in 8 bits on their way to attention and back:
     wherever they rest, they become wide in a buffer. In the fill pass those on the host do so while they come."""
     if not request.sparse_layers:
         return 0.0, 0.0
     kv, grad = (
-        sum(request.rows[index][field] for index in request.sparse_layers) * request.is_quantised(field)
+        sum(request.rows[index][field] for index in request.sparse_layers) * request.is_quantized(field)
         for field in (0, 1)
     )
-    seen = _tokens_chosen(request, 0)
-    near = seen - _tokens_chosen(request, placement.gpu_tokens)
+    seen = _tokens_selected(request, 0)
+    near = seen - _tokens_selected(request, placement.gpu_tokens)
     again = seen * (placement.capacity - placement.out_tokens) / max(1, placement.capacity)
     moved = kv * near, kv * (seen + again) + 2 * grad * seen
     return moved[0] / WIDENED_BYTES_PER_SECOND, moved[1] / WIDENED_BYTES_PER_SECOND
 
 
-def _forward(request: Request, length: int) -> float:
+def _forward(request: PlacementRequest, length: int) -> float:
     """Seconds x 1e12 of attention's forward over the first `length` tokens."""
     return _attention(request, length, FORWARD_TFLOPS, CHOSEN_FORWARD_TFLOPS)
 
 
-def _backward(request: Request, length: int) -> float:
+def _backward(request: PlacementRequest, length: int) -> float:
     return 2.5 * _attention(request, length, BACKWARD_TFLOPS, CHOSEN_BACKWARD_TFLOPS)
 
 
-def _attention(request: Request, length: int, dense_rate: float, chosen_rate: float) -> float:
+def _attention(request: PlacementRequest, length: int, dense_rate: float, chosen_rate: float) -> float:
     config, total = request.config, 0.0
-    for index, layer in enumerate(request.facts.layers):
+    for index, layer in enumerate(request.shape.layers):
         work = 2 * request.batch_size * layer.num_query_heads * (layer.head_size + layer.value_size)
         if index in request.sparse_layers:
             assert config.page_budget is not None
@@ -116,13 +116,13 @@ def _attention(request: Request, length: int, dense_rate: float, chosen_rate: fl
     return total
 
 
-def _ranking(request: Request) -> float:
+def _scoring_seconds(request: PlacementRequest) -> float:
     """Seconds x 1e12 of ranking pages: two passes over the means of earlier pages, for the queries that are asked."""
     config, total = request.config, 0.0
     asked = request.batch_size * request.length * RANKED_QUERIES / TILE_SIZE
     means = request.length / 2 / config.page_size * means_per_page(config.page_rule, config.page_size)
     for index in request.sparse_layers:
-        layer = request.facts.layers[index]
+        layer = request.shape.layers[index]
         total += 4 * asked * means * layer.num_query_heads * layer.head_size
     return total / RANKING_TFLOPS
 
@@ -134,35 +134,35 @@ def _pairs(length: int, window: int | None) -> float:
     return window * length - window * window / 2
 
 
-def _traffic(request: Request, placement: Placement) -> tuple[tuple[float, float], tuple[float, float], float]:
+def _traffic(request: PlacementRequest, placement: Placement) -> tuple[tuple[float, float], tuple[float, float], float]:
     """Bytes loaded to the GPU, and bytes stored to the host, in the fill pass and in the gradient pass; and bytes of
     chosen pages that are loaded in the fill pass beside these."""
     chunk, first = request.config.chunk_size, placement.gpu_tokens
-    kept_from = placement.capacity - placement.out_tokens
+    saved_from = placement.capacity - placement.out_tokens
     fill_loads = grad_loads = grad_stores = 0.0
     fill_stores = 0.0
     chosen, chosen_loads = (0.0, 0.0), 0.0
     if request.sparse_layers:
         # The same for all of them.
-        chosen = _tokens_chosen(request, first), _tokens_chosen(request, placement.gpu_grad_tokens)
-    for index, ((kv, grad, out), layer) in enumerate(zip(request.rows, request.facts.layers)):
+        chosen = _tokens_selected(request, first), _tokens_selected(request, placement.gpu_grad_tokens)
+    for index, ((kv, grad, out), layer) in enumerate(zip(request.rows, request.shape.layers)):
         if index in request.sparse_layers:
             seen, seen_grad = chosen
             chosen_loads += kv * seen
-            again = seen * kept_from / max(1, placement.capacity)
+            again = seen * saved_from / max(1, placement.capacity)
         else:
             seen = seen_grad = _tokens_read(chunk, placement.capacity, first, layer.window)
             fill_loads += kv * seen
-            again = _tokens_read(chunk, kept_from, min(first, kept_from), layer.window)
+            again = _tokens_read(chunk, saved_from, min(first, saved_from), layer.window)
         fill_stores += kv * placement.host_tokens + out * placement.host_out_tokens
-        if request.trains:
+        if request.needs_grad:
             grad_loads += kv * (seen + again) + grad * seen_grad
             grad_loads += out * placement.host_out_tokens
             grad_stores += grad * seen_grad
     return (fill_loads, grad_loads), (fill_stores, grad_stores), chosen_loads
 
 
-def _tokens_chosen(request: Request, first: int) -> float:
+def _tokens_selected(request: PlacementRequest, first: int) -> float:
     """Tokens from `first` on in pages that chunks choose, over all chunks, if every tile chooses at random: the most
     that it can be, since tiles with like interests share pages."""
     config = request.config

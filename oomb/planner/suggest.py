@@ -15,26 +15,26 @@ from typing import Any
 from oomb.cli.options import ENGINE_OPTIONS
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.models.presets import is_preset
-from oomb.models.shape import ModelFacts
+from oomb.models.shape import ModelShape
 from oomb.planner.fit import (
-    BRIM,
+    MAX,
     SPARE_HOST_BYTES,
-    Harm,
-    Option,
+    Change,
+    ChangeCost,
     Settings,
+    all_savings,
     enough_host_bytes,
-    fewest,
-    furthest,
-    leanest,
     literal,
     longest_context,
+    longest_reach,
+    minimal_changes,
     saving_options,
-    to_the_brim,
+    with_maximum,
 )
-from oomb.planner.forecast import Plan, forecast, request_for, state_bytes
+from oomb.planner.forecast import StepForecast, forecast_step, request_for, state_bytes
 from oomb.planner.hardware import CARDS, MEASURED_ON, Machine
 from oomb.planner.placement import place
-from oomb.planner.request import MARGIN, Request
+from oomb.planner.request import SAFETY_SHARE, PlacementRequest
 from oomb.planner.step_time import predict_seconds
 from oomb.utils.units import GIB, exact_size, gib, tokens_text
 
@@ -48,7 +48,7 @@ WORTHWHILE = 0.95
 LARGEST_GPU_BYTES = 1 << 50
 """The memory that is missing of a GPU is not searched beyond this."""
 
-MEANINGS = {
+EXPLANATIONS = {
     "lora": "adapters are trained and the weights are frozen",
     "batch_size": "one sequence at a time, and gradients accumulated: the same result",
     "host_memory": f"all host memory that is left, but {SPARE_HOST_BYTES >> 30} GiB",
@@ -68,7 +68,7 @@ BITS = {"int8": "8 bits: an approximation", "8bit": "8 bits"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Suggestion:
     """A plan that fits, by what differs in it from the one that was asked for."""
 
     model: str
@@ -76,8 +76,8 @@ class Recipe:
     lora: bool
     """Whether adapters are trained."""
     was_lora: bool
-    asked: Plan
-    plan: Plan
+    asked: StepForecast
+    plan: StepForecast
 
     @property
     def changes(self) -> Settings:
@@ -86,7 +86,7 @@ class Recipe:
             {**asdict(plan.config), "batch_size": plan.batch_size, "optimizer": plan.optimizer, "lora": lora}
             for plan, lora in ((self.plan, self.lora), (self.asked, self.was_lora))
         )
-        return {name: now[name] for name in MEANINGS if now[name] != before[name]}
+        return {name: now[name] for name in EXPLANATIONS if now[name] != before[name]}
 
     @property
     def accumulation(self) -> int:
@@ -137,7 +137,7 @@ class Recipe:
     @property
     def python(self) -> str:
         """The same as arguments of the Python classes."""
-        arguments = ", ".join(f"{name}={literal(value)}" for name, value in _unusual(self.plan.config).items())
+        arguments = ", ".join(f"{name}={literal(value)}" for name, value in non_default(self.plan.config).items())
         text = f"oomb.Config({arguments})"
         if self.plan.optimizer in OFFLOADED_STATES:
             text += f", oomb.Trainer(..., optimizer={literal(self.plan.optimizer)})"
@@ -147,7 +147,7 @@ class Recipe:
         return f"{text}, on a PEFT model" if self.lora else text
 
     def _engine_words(self) -> Iterator[str]:
-        for name, value in _unusual(self.plan.config).items():
+        for name, value in non_default(self.plan.config).items():
             if name in ENGINE_OPTIONS:
                 yield from _flag(name, value).split()
 
@@ -160,7 +160,7 @@ class Recipe:
             f"{gib(plan.machine.host_bytes)} free host memory"
         )
         step = f"each of the {self.accumulation} sequences of a step" if self.accumulation > 1 else "a step"
-        return text if plan.seconds is None else f"{text}; {step} takes {plan.pace}"
+        return text if plan.seconds is None else f"{text}; {step} takes {plan.step_time_text}"
 
     def lines(self) -> list[str]:
         """The settings one by one, what they come to, and how to use them."""
@@ -201,18 +201,18 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Suggestions:
     """What there is to say about a plan beside itself."""
 
-    recipe: Recipe | None = None
+    suggestion: Suggestion | None = None
     """Does not fit as asked: how it does."""
-    exact: Recipe | None = None
+    without_sparse: Suggestion | None = None
     """The same without chosen pages, if they are in it for speed."""
-    longest: tuple[Recipe, ...] = ()
+    longest: tuple[Suggestion, ...] = ()
     """Training that does not reach this context by any settings, at the longest one that it reaches."""
-    faster: Recipe | None = None
+    with_sparse: Suggestion | None = None
     """Fits as asked, but takes long: with chosen pages."""
-    elsewhere: Recipe | None = None
+    larger_machine: Suggestion | None = None
     """Nothing makes it fit: on a machine with the host memory that is missing, or if no host is enough, on the smallest
     GPU that is, with the host memory that it takes."""
     wants_peft: bool = False
@@ -220,43 +220,52 @@ class Answer:
 
     def lines(self) -> list[str]:
         lines = []
-        if self.recipe is not None:
-            lines += ["It fits with:", *self.recipe.lines()]
-            if self.exact is not None:
-                flags = " ".join(self.exact.flags)
-                lines.append(f"With attention to all of the past, it takes {self.exact.takes}: {flags}")
+        if self.suggestion is not None:
+            lines += ["It fits with:", *self.suggestion.lines()]
+            if self.without_sparse is not None:
+                flags = " ".join(self.without_sparse.flags)
+                lines.append(f"With attention to all of the past, it takes {self.without_sparse.takes}: {flags}")
         for recipe in self.longest:
             flags, kind = " ".join(recipe.flags), "LoRA" if recipe.lora else "Full training"
             lines.append(
                 f"{kind} reaches {recipe.plan.length:,} tokens{f' with {flags}' if flags else ''}: {recipe.takes}."
             )
-        if self.elsewhere is not None:
-            machine, asked = self.elsewhere.plan.machine, self.elsewhere.asked.machine
+        if self.larger_machine is not None:
+            machine, asked = self.larger_machine.plan.machine, self.larger_machine.asked.machine
             memory = []
             if machine.gpu_bytes > asked.gpu_bytes:
                 memory.append(f"a GPU of {gib(machine.gpu_bytes + GIB / 200)}")
             if machine.host_bytes > asked.host_bytes:
                 memory.append(f"{gib(machine.host_bytes + GIB / 200)} of free host memory")
-            flags = f", with {' '.join(self.elsewhere.flags)}" if self.elsewhere.flags else ""
+            flags = f", with {' '.join(self.larger_machine.flags)}" if self.larger_machine.flags else ""
             lines.append(f"No setting makes it fit here. It takes {' and '.join(memory)}{flags}.")
-            weights = sum(term.num_bytes for term in self.elsewhere.plan.terms if term.name == "weights")
-            if self.elsewhere.lora and weights > self.elsewhere.asked.gpu_limit:
+            weights = sum(term.num_bytes for term in self.larger_machine.plan.terms if term.name == "weights")
+            if self.larger_machine.lora and weights > self.larger_machine.asked.gpu_limit:
                 lines.append(
                     "The weights alone do not fit this GPU: oomb train --load_in_4bit keeps them in about a quarter; "
                     "the plan does not count it."
                 )
         if self.wants_peft:
             lines.append("LoRA takes less, and is tried where peft is installed: pip install peft.")
-        if self.faster is not None:
-            plan, flags = self.faster.plan, " ".join(self.faster.flags)
+        if self.with_sparse is not None:
+            plan, flags = self.with_sparse.plan, " ".join(self.with_sparse.flags)
             # Where no rate is known, chosen pages were found to be so much faster on another GPU.
-            takes = f"it takes {plan.pace}" if plan.seconds is not None else f"it is more than {SPEED_UP} times as fast"
+            takes = (
+                f"it takes {plan.step_time_text}"
+                if plan.seconds is not None
+                else f"it is more than {SPEED_UP} times as fast"
+            )
             lines.append(f"With {flags} {takes}: attention to chosen pages, an approximation.")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        found = {name: getattr(self, name) for name in ("recipe", "exact", "faster", "elsewhere")}
+        found = {
+            "recipe": self.suggestion,
+            "exact": self.without_sparse,
+            "faster": self.with_sparse,
+            "elsewhere": self.larger_machine,
+        }
         return {
             **{name: recipe and recipe.as_dict() for name, recipe in found.items()},
             "longest": [recipe.as_dict() for recipe in self.longest],
@@ -264,16 +273,16 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SettingsSearch:
     """For one kind of training, on one machine."""
 
     model: str
     dtype: str
     lora: bool
     was_lora: bool
-    facts: ModelFacts
+    shape: ModelShape
     machine: Machine
-    asked: Plan
+    asked: StepForecast
 
     def start(self) -> Config:
         """The settings to begin with: as asked, or with chosen pages where they make all the difference in time."""
@@ -281,7 +290,7 @@ class Search:
         seconds = self._seconds(asked.config)
         # Sequences that do not fit together are computed one by one.
         is_slow = seconds > (1 if asked.fits else asked.batch_size) * SLOW_SECONDS
-        if not is_slow or (config := chosen_pages(asked.config)) is None:
+        if not is_slow or (config := with_sparse_pages(asked.config)) is None:
             return asked.config
         return config if SPEED_UP * self._seconds(config) < seconds else asked.config
 
@@ -292,19 +301,19 @@ class Search:
         request = self.request(config, {}, self.asked.length)
         return predict_seconds(request, place(request)[0], machine) or 0.0
 
-    def recipe(self, config: Config) -> Recipe | None:
+    def suggestion(self, config: Config) -> Suggestion | None:
         """The least that must change beside `config`. None if nothing makes it fit."""
-        settings = fewest(self.options(config), lambda some: self._fits(config, some, self.asked.length))
+        settings = minimal_changes(self.options(config), lambda some: self._fits(config, some, self.asked.length))
         if settings is None:
             return None
         return self._planned(self.request(config, settings, self.asked.length).config, settings, self.asked.length)
 
-    def longest(self, config: Config) -> Recipe | None:
+    def longest(self, config: Config) -> Suggestion | None:
         """The same for a context that is the longest but for a little, which no further setting is worth."""
         asked, options = self.asked.length, self.options(config)
-        most = furthest(options, lambda some: longest_context(_leaner(self.request(config, some, asked))))
+        most = longest_reach(options, lambda some: longest_context(_leaner(self.request(config, some, asked))))
         worth = max(2, int(WORTHWHILE * most))
-        settings = fewest(options, lambda some: self._fits(config, some, worth)) if most else None
+        settings = minimal_changes(options, lambda some: self._fits(config, some, worth)) if most else None
         if settings is None:
             return None
         request = self.request(config, settings, worth)
@@ -313,12 +322,12 @@ class Search:
     def _fits(self, config: Config, settings: Settings, length: int) -> bool:
         return place(self.request(config, settings, length))[1] is None
 
-    def options(self, config: Config) -> list[Option]:
-        asked, facts = self.asked.optimizer, self.facts
+    def options(self, config: Config) -> list[Change]:
+        asked, facts = self.asked.optimizer, self.shape
         options = list(saving_options(self.request(config, {}, self.asked.length)))
         if self.asked.batch_size > 1:
             # After the limits that cost nothing to lift, which leave the batch as it was asked for.
-            options.append(Option("batch_size", 1, Harm.NONE))
+            options.append(Change("batch_size", 1, ChangeCost.NONE))
         if "adamw" not in asked:
             return options
         before, taken = sum(state_bytes(asked, facts)), state_bytes(asked, facts)[1]
@@ -327,47 +336,47 @@ class Search:
             # Scales of 8-bit states make them a little larger than those of the GPU.
             is_alike = 0.97 * size <= before
             if is_alike and (not taken or size < taken):
-                harm = Harm.TIME if size >= before else Harm.ROUNDING
-                options.append(Option("optimizer", name, harm, may_hurt=True))
+                harm = ChangeCost.TIME if size >= before else ChangeCost.ROUNDING
+                options.append(Change("optimizer", name, harm, may_backfire=True))
         return options
 
-    def request(self, config: Config, settings: Settings, length: int) -> Request:
+    def request(self, config: Config, settings: Settings, length: int) -> PlacementRequest:
         """What the planner is asked with these settings."""
         plain = {
-            name: value for name, value in settings.items() if name not in ("optimizer", "batch_size") and value != BRIM
+            name: value for name, value in settings.items() if name not in ("optimizer", "batch_size") and value != MAX
         }
         request = request_for(
-            self.facts,
+            self.shape,
             replace(config, **plain),
             self.machine,
             batch_size=settings.get("batch_size", self.asked.batch_size),
             length=length,
             optimizer=settings.get("optimizer", self.asked.optimizer),
-            trains=True,
+            needs_grad=True,
         )
-        return to_the_brim(request, [name for name, value in settings.items() if value == BRIM])
+        return with_maximum(request, [name for name, value in settings.items() if value == MAX])
 
-    def _planned(self, config: Config, settings: Settings, length: int) -> Recipe:
-        plan = forecast(
-            self.facts,
+    def _planned(self, config: Config, settings: Settings, length: int) -> Suggestion:
+        plan = forecast_step(
+            self.shape,
             config,
             self.machine,
             batch_size=settings.get("batch_size", self.asked.batch_size),
             length=length,
             optimizer=settings.get("optimizer", self.asked.optimizer),
         )
-        return Recipe(
+        return Suggestion(
             model=self.model, dtype=self.dtype, lora=self.lora, was_lora=self.was_lora, asked=self.asked, plan=plan
         )
 
-    def elsewhere(self, config: Config) -> Recipe | None:
+    def larger_machine(self, config: Config) -> Suggestion | None:
         """The recipe on a machine that is just large enough: this one with more host memory, or if no host is enough,
         the smallest GPU that is, with the host memory that it takes."""
         here, there = self.asked.machine, self
         if self._enough_host(config) is None:
             there = replace(self, machine=replace(here, gpu_bytes=self._smallest_gpu(config)))
         host_bytes = max(here.host_bytes, there._enough_host(config) or 0)
-        return replace(there, machine=replace(there.machine, host_bytes=host_bytes)).recipe(config)
+        return replace(there, machine=replace(there.machine, host_bytes=host_bytes)).suggestion(config)
 
     def _smallest_gpu(self, config: Config) -> int:
         """With as much host memory as need be."""
@@ -386,65 +395,67 @@ class Search:
     def _enough_host(self, config: Config) -> int | None:
         """The host memory that is enough beside this GPU with all that settings save, and a little. None if none is."""
         sizes = []
-        for settings in leanest(self.options(config)):
-            states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.facts)[1]
+        for settings in all_savings(self.options(config)):
+            states = state_bytes(settings.get("optimizer", self.asked.optimizer), self.shape)[1]
             # Of a host with less than nothing to spare it tells how much there must be, be that nothing.
             bare = replace(self, machine=replace(self.machine, host_bytes=states - 1))
             enough = enough_host_bytes(bare.request(config, settings, self.asked.length))
             if enough is not None:
                 # To the brim of that host, or with the margin of "auto".
-                sizes.append(states + int(min(enough, MARGIN * enough + SPARE_HOST_BYTES) / WORTHWHILE))
+                sizes.append(states + int(min(enough, SAFETY_SHARE * enough + SPARE_HOST_BYTES) / WORTHWHILE))
         return min(sizes, default=None)
 
 
-def answer(
-    model: str, dtype: str, lora: bool, facts: ModelFacts, asked: Plan, adapted: Callable[[], ModelFacts | None]
-) -> Answer:
+def suggest_settings(
+    model: str, dtype: str, lora: bool, facts: ModelShape, asked: StepForecast, adapted: Callable[[], ModelShape | None]
+) -> Suggestions:
     """What to tell about a plan. `adapted` gives the facts of the model with LoRA, if that can be had."""
-    search = Search(model=model, dtype=dtype, lora=lora, was_lora=lora, facts=facts, machine=asked.machine, asked=asked)
+    search = SettingsSearch(
+        model=model, dtype=dtype, lora=lora, was_lora=lora, shape=facts, machine=asked.machine, asked=asked
+    )
     if facts.num_positions is not None and asked.length > facts.num_positions:
-        return Answer()
+        return Suggestions()
     config = search.start()
     if asked.fits:
-        return Answer(faster=search.recipe(config) if config != asked.config else None)
-    recipe, wants_peft = search.recipe(config), False
-    longest: list[Recipe] = []
+        return Suggestions(with_sparse=search.suggestion(config) if config != asked.config else None)
+    recipe, wants_peft = search.suggestion(config), False
+    longest: list[Suggestion] = []
     if recipe is None:
         longest = [found for found in (search.longest(config),) if found is not None]
         with_lora = None if lora else adapted()
         wants_peft = with_lora is None and not lora
         if with_lora is not None:
-            leaner = replace(search, lora=True, facts=with_lora)
-            recipe = leaner.recipe(config)
+            leaner = replace(search, lora=True, shape=with_lora)
+            recipe = leaner.suggestion(config)
             reached = leaner.longest(config) if recipe is None else None
             # Adapters take more of a small model's activations than they save elsewhere.
             further = reached is not None and all(found.plan.length < reached.plan.length for found in longest)
             longest += [reached] if reached is not None and further else []
             search = leaner if recipe is not None or further or not longest else search
-    return Answer(
-        recipe=recipe,
-        exact=search.recipe(asked.config) if recipe is not None and config != asked.config else None,
+    return Suggestions(
+        suggestion=recipe,
+        without_sparse=search.suggestion(asked.config) if recipe is not None and config != asked.config else None,
         longest=tuple(longest),
-        elsewhere=search.elsewhere(config) if recipe is None else None,
+        larger_machine=search.larger_machine(config) if recipe is None else None,
         wants_peft=wants_peft,
     )
 
 
-def chosen_pages(config: Config) -> Config | None:
+def with_sparse_pages(config: Config) -> Config | None:
     """The same with chosen pages, where they are not chosen yet and chunks are whole pages."""
     if config.page_budget is not None or config.chunk_size % CHOSEN_PAGES["page_size"]:
         return None
     return replace(config, **CHOSEN_PAGES)
 
 
-def _leaner(request: Request) -> Request:
+def _leaner(request: PlacementRequest) -> PlacementRequest:
     """With all that "auto" can save, which is quicker to plan."""
     config = request.config
     checkpoint, keeps = config.checkpoint_layers is not False, config.keep_attention is True
     return replace(request, config=replace(config, checkpoint_layers=checkpoint, keep_attention=keeps))
 
 
-def _unusual(config: Config) -> Settings:
+def non_default(config: Config) -> Settings:
     """The fields that are not as by default."""
     usual, found = asdict(Config()), asdict(config)
     return {name: value for name, value in found.items() if value != usual[name]}
@@ -459,5 +470,5 @@ def _flag(name: str, value: Any) -> str:
 def _meaning(name: str, value: Any) -> str:
     if value == "auto":
         return "as much as is free, with a margin"
-    text = MEANINGS[name].format(bits=BITS.get(value, value))
+    text = EXPLANATIONS[name].format(bits=BITS.get(value, value))
     return f"{text}, in {BITS.get(dtype, dtype)}" if (dtype := OFFLOADED_STATES.get(value)) else text

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from oomb.config import OFFLOADED_STATES, parse_optim_args
 from oomb.engine.optim import OffloadedAdamW
-from oomb.ops.logprob import IGNORED
+from oomb.ops.logprob import IGNORE_INDEX
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
 
@@ -62,10 +62,10 @@ def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
     if labels is None:
-        labels = inputs["input_ids"] if mask is None else inputs["input_ids"].masked_fill(mask == 0, IGNORED)
+        labels = inputs["input_ids"] if mask is None else inputs["input_ids"].masked_fill(mask == 0, IGNORE_INDEX)
     if mask is not None and mask.shape == labels.shape:
         is_first = (mask[..., 1:] != mask[..., :-1]) & (mask > 1).any()
-        labels = torch.cat([labels[..., :1], labels[..., 1:].masked_fill(is_first, IGNORED)], dim=-1)
+        labels = torch.cat([labels[..., :1], labels[..., 1:].masked_fill(is_first, IGNORE_INDEX)], dim=-1)
     return {**inputs, "labels": labels}
 
 

@@ -51,12 +51,12 @@ class BrokenCheckpoint(ValueError):
     """A folder that is to be loaded is no checkpoint, or not all of one."""
 
 
-class NotSaved(OSError):
+class CheckpointNotSaved(OSError):
     """A checkpoint could not be written. Nothing of it is left, and what was there before is still there."""
 
 
 @contextmanager
-def written(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Iterator[Path]:
+def write(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Iterator[Path]:
     """Yields a new place of the same name to write to; it becomes `folder` at the end of the `with`, all of it or
     nothing. What cannot be written raises `NotSaved`; where `needed_bytes` are not free, or `keep_free_bytes` would not
     be afterwards, before anything is."""
@@ -79,7 +79,7 @@ def written(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> It
     except Exception as error:
         if not is_failure_to_write(error):
             raise
-        raise NotSaved(_what_failed(folder, needed_bytes, keep_free_bytes, error)) from error
+        raise CheckpointNotSaved(_what_failed(folder, needed_bytes, keep_free_bytes, error)) from error
     try:
         sync_folder(folder.parent)
     except OSError as error:
@@ -260,7 +260,7 @@ def remove(folder: Path) -> None:
         _ours.discard(hidden)
 
 
-def clean(output_dir: Path | str) -> None:
+def remove_leftovers(output_dir: Path | str) -> None:
     """Clears away what processes that are no more have left half done in a run's folder."""
     if not Path(output_dir).is_dir():
         return

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from oomb.engine.engine import Engine
-from oomb.trainers.trl_base import Forward, TRLTrainer, trainer_class
+from oomb.trainers.trl_base import EngineForward, TRLTrainer, trainer_class
 
 
-class DPO(TRLTrainer):
+class DPOMixin(TRLTrainer):
     """Use it as `trl.DPOTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
     `max_skipped_steps`.
 
@@ -57,7 +57,7 @@ class DPO(TRLTrainer):
             # Engines hold page memory from step to step. These two take turns: both may use all that there is.
             self.engine.release()
         try:
-            return super().compute_ref_log_probs(Forward(engine, self.accelerator.autocast), inputs)
+            return super().compute_ref_log_probs(EngineForward(engine, self.accelerator.autocast), inputs)
         finally:
             if is_separate:
                 engine.release()
@@ -85,5 +85,5 @@ class DPO(TRLTrainer):
 def __getattr__(name: str) -> Any:
     if name != "DPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has DPOTrainer")
-    globals()[name] = trainer_class(name, DPO, __name__)
+    globals()[name] = trainer_class(name, DPOMixin, __name__)
     return globals()[name]

@@ -112,7 +112,7 @@ class FiniteSteps(transformers.Trainer):
     def _trained(self) -> Iterable[tuple[str, Tensor]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def refuse_lost_weights(self) -> None:
+    def check_weights_finite(self) -> None:
         """Raise if the last update has made trained weights NaN or infinite."""
         if self.max_skipped_steps is None:
             return

@@ -23,19 +23,19 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from oomb.models.weight_files import what_is_broken
+from oomb.models.weight_files import find_broken_file
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import FiniteSteps
 from oomb.utils.lock import locked
 
-REST = "oomb_state.json"
+EXTRA_STATE = "oomb_state.json"
 """What a run needs to go on as it was and transformers does not save: the seed of the data's order, and the loss of the
 steps since the last logged one."""
 ADAPTER = "adapter_model.*"
 """Weights of an adapter, as PEFT calls the file."""
 
 
-class AtomicCheckpoints(FiniteSteps):
+class ResumableTrainer(FiniteSteps):
     """A `transformers.Trainer` whose checkpoints are whole or not there, and from which a run goes on as if it had
     never stopped. Put it before another trainer of the same family among the bases of a class, and that one's are."""
 
@@ -46,7 +46,7 @@ class AtomicCheckpoints(FiniteSteps):
         self.holds_lock = False
         """Whether whoever made the trainer keeps other runs out of `output_dir` already."""
         self._staging: Path | None = None
-        self._step_end: StepEnd | None = None
+        self._step_end: StepSnapshot | None = None
         self._newest: Path | None = None
         """The checkpoint that was last written, resumed from or loaded."""
         self._saved_step: int | None = None
@@ -61,7 +61,7 @@ class AtomicCheckpoints(FiniteSteps):
         """From the beginning of an optimizer's step until all that belongs to it is on record."""
         self.keep_free_bytes = 0
         """What every checkpoint must leave free on its disk, for what is saved at the end."""
-        self.leaving: Callable[[], list[Path]] = list
+        self.about_to_delete: Callable[[], list[Path]] = list
         """Asked for checkpoints that a callback deletes as soon as the next one is written."""
         super().__init__(*positional, **options)
         self.add_callback(_Steps(self))
@@ -79,7 +79,7 @@ class AtomicCheckpoints(FiniteSteps):
     def _folder_to_resume(self, output_dir: Path, resume_from_checkpoint: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to start from, verified."""
         if self.args.should_save:
-            checkpoints.clean(output_dir)
+            checkpoints.remove_leftovers(output_dir)
         folder: Path | None = None
         if resume_from_checkpoint is True:
             folder = checkpoints.latest(output_dir)
@@ -99,7 +99,7 @@ class AtomicCheckpoints(FiniteSteps):
             )
         self._step_end, self._newest, self._saved_step, self.is_stepping = None, folder, None, False
         self._resumed, self._has_saved = folder, False
-        rest = None if folder is None else folder / REST
+        rest = None if folder is None else folder / EXTRA_STATE
         self._rest = json.loads(rest.read_text()) if rest is not None and rest.is_file() else {}
         self.num_skipped_steps = self._rest.get("num_skipped_steps", 0)
         return folder
@@ -114,7 +114,7 @@ class AtomicCheckpoints(FiniteSteps):
             return self._newest
         is_saved = self._newest is not None and self._newest.is_dir() and self._saved_step == self.state.global_step
         if not is_saved:
-            with self._step_end.back_in(self):
+            with self._step_end.restored(self):
                 self._save_checkpoint(self.model, None)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return self._newest
@@ -128,12 +128,12 @@ class AtomicCheckpoints(FiniteSteps):
             try:
                 checkpoints.set_aside(run_dir, self._resumed, self._to_keep(folder) - {folder})
             except OSError as error:
-                raise checkpoints.NotSaved(
+                raise checkpoints.CheckpointNotSaved(
                     f"{folder} was not written: checkpoints of an earlier run could not be moved out of its way "
                     f"({error.strerror or error})"
                 ) from error
         keep_free_bytes = self._still_to_keep_free(run_dir, folder)
-        with checkpoints.written(folder, self._checkpoint_bytes(), keep_free_bytes=keep_free_bytes) as partial:
+        with checkpoints.write(folder, self._checkpoint_bytes(), keep_free_bytes=keep_free_bytes) as partial:
             self._staging = partial.parent
             try:
                 super()._save_checkpoint(model, trial)
@@ -144,7 +144,7 @@ class AtomicCheckpoints(FiniteSteps):
                 self.state.save_to_json(str(partial / checkpoints.STATE))
             rest = {"data_seed": self._data_seed, "last_logged_step": self._globalstep_last_logged}
             rest["num_skipped_steps"] = self.num_skipped_steps
-            (partial / REST).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
+            (partial / EXTRA_STATE).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
         self._newest, self._saved_step, self._has_saved = folder, self.state.global_step, True
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -161,7 +161,7 @@ class AtomicCheckpoints(FiniteSteps):
         going: set[Path] = set()
         with suppress(OSError):  # a disk that does not say what is there gives nothing back
             going |= set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
-            going |= set(self.leaving())
+            going |= set(self.about_to_delete())
         return max(0, self.keep_free_bytes - sum(map(checkpoints.size_of, going)))
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -185,15 +185,15 @@ class AtomicCheckpoints(FiniteSteps):
         """All that follows a step. A checkpoint that cannot be written is no reason to lose hours of training: it is
         said aloud and training goes on, unless it was to be the last one."""
         self.is_stepping = False
-        self._step_end = StepEnd.of(self)
+        self._step_end = StepSnapshot.of(self)
         try:
             super()._maybe_log_save_evaluate(*positional, **options)
-        except checkpoints.NotSaved as error:
+        except checkpoints.CheckpointNotSaved as error:
             if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
                 raise
             self.control.should_save = False
             warnings.warn(f"{error}. TRAINING GOES ON WITHOUT THIS CHECKPOINT.", stacklevel=2)
-        self._step_end = StepEnd.of(self)
+        self._step_end = StepSnapshot.of(self)
 
     def _evaluate(self, *positional: Any, **options: Any) -> Any:
         # How often a run is evaluated must not decide what it learns, nor must an evaluation that a stop cuts short.
@@ -283,7 +283,7 @@ class AtomicCheckpoints(FiniteSteps):
         with self._reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            _refuse_other_shapes(self.optimizer, Path(checkpoint))
+            _check_shapes(self.optimizer, Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._reading(checkpoint):
@@ -314,7 +314,7 @@ class AtomicCheckpoints(FiniteSteps):
 
 
 @dataclass(frozen=True, eq=False)
-class StepEnd:
+class StepSnapshot:
     """What a training step leaves behind beside weights and optimizer, and the next one changes before it is done."""
 
     random: dict[str, Any]
@@ -324,14 +324,14 @@ class StepEnd:
     num_tokens: Any
 
     @staticmethod
-    def of(trainer: Any) -> StepEnd:
+    def of(trainer: Any) -> StepSnapshot:
         flos = trainer.current_flos, trainer.state.total_flos
-        return StepEnd(random_state(), trainer._tr_loss.clone(), flos, trainer.state.num_input_tokens_seen)
+        return StepSnapshot(random_state(), trainer._tr_loss.clone(), flos, trainer.state.num_input_tokens_seen)
 
     @contextmanager
-    def back_in(self, trainer: Any) -> Iterator[None]:
+    def restored(self, trainer: Any) -> Iterator[None]:
         """The trainer as it was then, for the time of a `with`."""
-        now, now_loss = StepEnd.of(trainer), trainer._tr_loss
+        now, now_loss = StepSnapshot.of(trainer), trainer._tr_loss
         # An interrupted evaluation comes after the log of its step.
         is_logged = trainer._globalstep_last_logged == trainer.state.global_step
         self._set(trainer, torch.zeros_like(self.loss) if is_logged else self.loss)
@@ -350,7 +350,7 @@ class StepEnd:
 class _Steps(TrainerCallback):
     """Tells a trainer what only callbacks are told."""
 
-    def __init__(self, trainer: AtomicCheckpoints) -> None:
+    def __init__(self, trainer: ResumableTrainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(
@@ -367,7 +367,7 @@ class _Steps(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.refuse_lost_weights()
+        self.trainer.check_weights_finite()
 
 
 def _is_earlier_in(folder: Path, told: dict[str, Any]) -> bool:
@@ -390,10 +390,10 @@ def _unreadable(folder: Path) -> str | None:
             return f"{path.name} cannot be read ({error})"
         if part is not None:
             return f"{path.name} cannot be read (the checksum of {part} differs)"
-    return what_is_broken(folder)
+    return find_broken_file(folder)
 
 
-def _refuse_other_shapes(optimizer: Any, folder: Path) -> None:
+def _check_shapes(optimizer: Any, folder: Path) -> None:
     """Raise if a loaded moment is not of its parameter's shape. torch loads it, and its step may then crash."""
     plain = getattr(optimizer, "optimizer", optimizer)
     if type(plain) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):

@@ -7,7 +7,7 @@ from typing import Any
 from oomb.trainers.trl_base import TRLTrainer, trainer_class
 
 
-class SFT(TRLTrainer):
+class SFTMixin(TRLTrainer):
     """Use it as `trl.SFTTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
     `max_skipped_steps`.
 
@@ -30,5 +30,5 @@ class SFT(TRLTrainer):
 def __getattr__(name: str) -> Any:
     if name != "SFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has SFTTrainer")
-    globals()[name] = trainer_class(name, SFT, __name__)
+    globals()[name] = trainer_class(name, SFTMixin, __name__)
     return globals()[name]

@@ -15,7 +15,7 @@ from oomb.config import Config
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models.checks import unwrap
-from oomb.models.hooks import is_checkpointing, is_running, switch_checkpointing
+from oomb.models.hooks import is_checkpointing, is_running, set_checkpointing
 from oomb.trainers.arguments import (
     check_arguments,
     check_inputs,
@@ -25,12 +25,12 @@ from oomb.trainers.arguments import (
     with_labels,
     without_checkpointing,
 )
-from oomb.trainers.resume import AtomicCheckpoints
+from oomb.trainers.resume import ResumableTrainer
 
 OWN_LOSS = "Build the loss in compute_loss from self.engine.loss or self.engine.logprobs"
 
 
-class Trainer(AtomicCheckpoints):
+class Trainer(ResumableTrainer):
     """Use it as `transformers.Trainer`; `engine_config`, `optimizer` and `max_skipped_steps` are additional arguments.
 
     Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
@@ -83,7 +83,7 @@ class Trainer(AtomicCheckpoints):
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         # An unsupported model is refused here, before any data is read.
-        self.engine.budget.has_states_on_host = self._has_states_on_host
+        self.engine.allocator.optimizer_on_host = self._has_states_on_host
 
     def create_optimizer(self, *positional: Any, **options: Any) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
@@ -99,10 +99,10 @@ class Trainer(AtomicCheckpoints):
         model_and_device = self.model, next(self.model.parameters()).device
         if self._engine is None or self._engine_of != model_and_device:
             if is_checkpointing(self.model):
-                switch_checkpointing(unwrap(self.model), on=False)
+                set_checkpointing(unwrap(self.model), on=False)
                 warn_checkpointing_off("The model has gradient checkpointing enabled")
             self._engine = Engine(self.model, self.engine_config)
-            self._engine.budget.has_states_on_host = self._has_states_on_host
+            self._engine.allocator.optimizer_on_host = self._has_states_on_host
             self._engine_of = model_and_device
         return self._engine
 

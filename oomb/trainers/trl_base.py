@@ -22,10 +22,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
-from oomb.engine.head import TiledHead
-from oomb.engine.packing import Given
+from oomb.engine.head import TokenHead
+from oomb.engine.packing import PackedInputs
 from oomb.models.checks import unwrap
-from oomb.ops.logprob import IGNORED, PLAIN_TILE
+from oomb.ops.logprob import IGNORE_INDEX, PLAIN_TILE
 from oomb.trainers.arguments import NO_CHECKPOINTING, layout_of, unknown_inputs, with_settings
 from oomb.trainers.trainer import Trainer
 
@@ -34,7 +34,7 @@ OLDEST = "1.15"
 
 
 @dataclass
-class Answer:
+class FusedOutput:
     """What TRL expects of a model. Of every position but the last, [B, T - 1], and zero where no label counts."""
 
     log_probs: Tensor
@@ -45,36 +45,36 @@ class Answer:
     is_top1: Tensor | None = None
 
 
-class Forward:
+class EngineForward:
     """Stands where TRL calls a model. `noted` are the fields of the answer that need logits: they are computed in the
     fill pass, a tile of tokens at a time, and have no gradient."""
 
     def __init__(
         self, engine: Engine, autocast: Callable[[], AbstractContextManager[Any]], noted: tuple[str, ...] = ()
     ) -> None:
-        self.engine, self.autocast, self.noted = engine, autocast, noted
+        self.engine, self.autocast, self.stats = engine, autocast, noted
 
     def __call__(
         self, *, use_cache: bool | None = None, fused_lm_head: bool = False, **inputs: Tensor | None
-    ) -> Answer:
-        _refuse_call(fused_lm_head, inputs)
+    ) -> FusedOutput:
+        _reject_call(fused_lm_head, inputs)
         # Not `engine.logprobs`: labels may differ from the ids, and the head has no work where none counts.
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         assert input_ids is not None
-        given = self.engine.read(input_ids, labels, **layout_of(inputs))
+        given = self.engine.pack(input_ids, labels, **layout_of(inputs))
         # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
-        with self.autocast(), _noting(self.engine, self.noted) as chunks:
-            logp = self.engine.target_logprobs(given)
-        counted = [(batch.targets != IGNORED).to(self.engine.model.device) for batch in given.batches]
-        found = {name: _whole(given, [notes[name] for notes in chunks], self.engine) for name in self.noted}
-        return Answer(
+        with self.autocast(), _noting(self.engine, self.stats) as chunks:
+            logp = self.engine.forward(given)
+        counted = [(batch.targets != IGNORE_INDEX).to(self.engine.model.device) for batch in given.batches]
+        found = {name: _whole(given, [notes[name] for notes in chunks], self.engine) for name in self.stats}
+        return FusedOutput(
             log_probs=given.join(logp)[:, :-1],
             label_mask=given.join(counted)[:, :-1],
             **{name: given.join(parts)[:, :-1] for name, parts in found.items()},
         )
 
 
-def _whole(given: Given, notes: list[Tensor], engine: Engine) -> list[Tensor]:
+def _whole(given: PackedInputs, notes: list[Tensor], engine: Engine) -> list[Tensor]:
     """[B, T] of each batch, from [B, t] of each chunk that the head has seen; zero for those it has not."""
     found, rest = [], iter(notes)
     for batch in given.batches:
@@ -84,24 +84,24 @@ def _whole(given: Given, notes: list[Tensor], engine: Engine) -> list[Tensor]:
     return found
 
 
-class NotingHead(TiledHead):
+class NotingHead(TokenHead):
     """A head that writes down what TRL logs of each counted token, while its logits are there."""
 
-    def __init__(self, head: TiledHead, noted: tuple[str, ...], chunks: list[dict[str, Tensor]]) -> None:
+    def __init__(self, head: TokenHead, noted: tuple[str, ...], chunks: list[dict[str, Tensor]]) -> None:
         self.model, self.fused, self.noted = _Overheard(head.model, self._note), head.fused, noted
         self.chunks = chunks
-        self._tiles: list[dict[str, Tensor]] = []
+        self._parts: list[dict[str, Tensor]] = []
 
     def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, fuse: bool = False) -> Tensor:
-        self._tiles.clear()
+        self._parts.clear()
         logp_BT = super().logprobs(hidden_BTD, targets_BT, fuse)
         targets = targets_BT.to(logp_BT.device)
-        is_counted = targets != IGNORED
+        is_counted = targets != IGNORE_INDEX
         notes = {}
         for name in self.noted:
             notes[name] = torch.zeros_like(logp_BT, dtype=torch.bool if name == "is_top1" else logp_BT.dtype)
-            if self._tiles:
-                notes_N = torch.cat([tile[name] for tile in self._tiles])
+            if self._parts:
+                notes_N = torch.cat([tile[name] for tile in self._parts])
                 # Where most tokens count, the head has run on all of them.
                 notes_N = notes_N[is_counted.flatten()] if len(notes_N) == targets.numel() else notes_N
                 if name == "is_top1":
@@ -111,7 +111,7 @@ class NotingHead(TiledHead):
         return logp_BT
 
     def _note(self, logits_NV: Tensor) -> None:
-        self._tiles.append(notes_of(logits_NV, self.noted))
+        self._parts.append(token_stats(logits_NV, self.noted))
 
 
 class _Overheard:
@@ -143,7 +143,7 @@ def _noting(engine: Engine, noted: tuple[str, ...]) -> Iterator[list[dict[str, T
         engine.head = plain
 
 
-def notes_of(logits_NV: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+def token_stats(logits_NV: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """Numbers [N] of each token's distribution; for `is_top1`, the likeliest token. Computed a tile at a time: those
     of a fused head are too large for copies in float32."""
     kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -181,11 +181,11 @@ class TRLTrainer(Trainer):
         model, args = named.pop("model"), named.pop("args", None)
         if args is None:
             args = self._default_arguments(model)
-        self._refuse(args, named)
+        self._check(args, named)
         if isinstance(model, nn.Module):
             # Here, before the data is tokenised; a model that is still a name is seen when TRL has loaded it.
             unwrap(model)
-            _refuse_router_loss(model, args)
+            _reject_router_loss(model, args)
         named["max_skipped_steps"] = max_skipped_steps
         super().__init__(model, _taken_over(args), engine_config=engine_config, optimizer=optimizer, **named)
         if getattr(self, "_is_vision_dataset", False):
@@ -208,7 +208,7 @@ class TRLTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        forward = Forward(self.engine, self.accelerator.autocast, self.noted)
+        forward = EngineForward(self.engine, self.accelerator.autocast, self.noted)
         loss = super(Trainer, self).compute_loss(forward, inputs, num_items_in_batch=num_items_in_batch)
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
@@ -230,7 +230,7 @@ class TRLTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         return super(Trainer, self).get_batch_samples(*args, **options)
 
-    def _refuse(self, args: Any, named: dict[str, Any]) -> None:
+    def _check(self, args: Any, named: dict[str, Any]) -> None:
         """Raises where arguments of this trainer ask for what the engine cannot do."""
 
     def _default_arguments(self, model: Any) -> Any:
@@ -241,7 +241,7 @@ class TRLTrainer(Trainer):
         return getattr(trl, f"{kind}Config")(f"{name.split('/')[-1]}-{kind}")
 
 
-class _ByName:
+class _KeywordOnly:
     """Between `oomb.Trainer`, which passes two arguments by their place, and TRL's trainers, whose order varies."""
 
     def __init__(self, model: Any, args: Any, **options: Any) -> None:
@@ -261,10 +261,10 @@ def trainer_class(name: str, ours: type[TRLTrainer], module: str) -> type[TRLTra
         )
     theirs = getattr(trl, name)
     body = {"trl_class": theirs, "__doc__": ours.__doc__, "__module__": module}
-    return type(name, (ours, _ByName, theirs), body)
+    return type(name, (ours, _KeywordOnly, theirs), body)
 
 
-def _refuse_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
+def _reject_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
     if not fused_lm_head:
         raise ValueError(
             "TRL asks for logits, which the engine never holds: a compute_loss that calls the model must call "
@@ -280,7 +280,7 @@ def _refuse_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
         )
 
 
-def _refuse_router_loss(model: nn.Module, args: Any) -> None:
+def _reject_router_loss(model: nn.Module, args: Any) -> None:
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     asked = getattr(args, "router_aux_loss_coef", None)
     weight = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked

@@ -88,7 +88,7 @@ def exact_size(num_bytes: int) -> str:
     return f"{num_bytes}B"
 
 
-def four_digits(num_bytes: int) -> str | int:
+def round_down_size(num_bytes: int) -> str | int:
     """The next size in four digits that is no more than this: 114.3GiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:

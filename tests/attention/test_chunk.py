@@ -172,7 +172,7 @@ class ListPast:
         self.dk[:, :, start : start + dk.shape[2]] += dk
         self.dv[:, :, start : start + dv.shape[2]] += dv
 
-    def with_later(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         return (dk, dv) if self.later is None else (dk + self.later[0], dv + self.later[1])
 
 
@@ -189,7 +189,7 @@ def test_attend_splits_gradients_between_chunk_and_past(
     sinks = torch.randn(6, dtype=torch.float64) if with_sinks else None
     later = (torch.randn_like(k[:, :, past_length:]), torch.randn_like(v[:, :, past_length:])) if with_later else None
     past = ListPast(k[:, :, :past_length], v[:, :, :past_length], later, cut=past_length // 3)
-    spec = chunk.Spec(scale=0.4, window=window)
+    spec = chunk.AttentionSpec(scale=0.4, window=window)
     own_k, own_v = k[:, :, past_length:], v[:, :, past_length:]
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
@@ -216,8 +216,8 @@ def test_attend_splits_gradients_between_chunk_and_past(
         assert_close(dsinks, expected_grads[3], 1e-11)
 
 
-def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False) -> backends.Ask:
-    return backends.Ask(
+def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False) -> backends.KernelRequest:
+    return backends.KernelRequest(
         device=device, dtype=dtype, head_size=head_size, value_size=head_size, window=window, softcap=False
     )
 
@@ -235,7 +235,7 @@ def test_cpu_kernel_is_the_reference(groups: int, mask: str, dtype: torch.dtype)
 @pytest.mark.parametrize("groups", [1, 3, 7, 8])
 @pytest.mark.parametrize("kernel", [backends.CUDNN, backends.FLASH], ids=lambda kernel: kernel.name)
 def test_gpu_kernel_is_the_reference(kernel: backends.Kernel, groups: int, mask: str, head_size: int) -> None:
-    missing = kernel.lacks(ask(torch.bfloat16, head_size, device="cuda", window="window" in MASKS[mask]))
+    missing = kernel.why_unsupported(ask(torch.bfloat16, head_size, device="cuda", window="window" in MASKS[mask]))
     if missing is not None:
         pytest.skip(missing)
     check_kernel(kernel, groups, MASKS[mask], torch.bfloat16, "cuda", head_size=head_size)

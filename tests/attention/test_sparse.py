@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import oomb
-from oomb.memory.past import ChosenLayerPast
+from oomb.memory.past import SparseLayerPast
 from oomb.planner import placement
 
 CHUNK, PAGE, TILE = 16, 8, 8
@@ -33,14 +33,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
     """What was chosen, as it is."""
     found: Choices = {}
-    remember = ChosenLayerPast.remember
+    remember = SparseLayerPast.set_selection
 
-    def spy(past: ChosenLayerPast, chosen_BNC: Tensor, follows: bool) -> None:
+    def spy(past: SparseLayerPast, chosen_BNC: Tensor, follows: bool) -> None:
         assert (past.layer, past.length) not in found, "chosen twice"
         found[past.layer, past.length] = chosen_BNC.clone()
         remember(past, chosen_BNC, follows)
 
-    monkeypatch.setattr(ChosenLayerPast, "remember", spy)
+    monkeypatch.setattr(SparseLayerPast, "set_selection", spy)
     return found
 
 
@@ -185,11 +185,11 @@ def test_tables_that_do_not_fit_are_refused_like_pages(monkeypatch: pytest.Monke
     def refuse(shape: Any, dtype: Any) -> Tensor:
         raise oomb.OutOfPages("no room for tables")
 
-    monkeypatch.setattr(engine.budget.tiers, "table", refuse)
+    monkeypatch.setattr(engine.allocator.tiers, "table", refuse)
     with pytest.raises(oomb.OutOfPages, match="no room for tables"):
         engine.loss(random_ids(1, 90))
     monkeypatch.undo()
-    tiers = engine.budget.tiers
+    tiers = engine.allocator.tiers
     assert not tiers.used_bytes("gpu") and not tiers.used_bytes("host") and not any(tiers.promised.values())
 
 
@@ -197,12 +197,12 @@ def test_tables_that_do_not_fit_are_refused_like_pages(monkeypatch: pytest.Monke
 def test_page_movers_are_told_of_flags_in_whole_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Summaries may be 8-bit floats, which kernels cannot compare."""
     flags = []
-    past = ChosenLayerPast.pages
+    past = SparseLayerPast.pages
 
-    def spy(self: ChosenLayerPast) -> Any:
-        flags.append(self.chosen._flags(kind, self.layer)[0])
+    def spy(self: SparseLayerPast) -> Any:
+        flags.append(self.selected._flags(kind, self.layer)[0])
         return past(self)
 
-    monkeypatch.setattr(ChosenLayerPast, "pages", spy)
+    monkeypatch.setattr(SparseLayerPast, "pages", spy)
     sparse_engine(build("llama"), 2).loss(random_ids(1, 90)).backward()
     assert flags and not any(x.is_floating_point() for x in flags)

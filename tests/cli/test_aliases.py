@@ -9,8 +9,8 @@ import pytest
 import yaml
 from command import invoke
 
-from oomb.cli.train.aliases import ALIASES, MEANT, REMEDIES, refuse_two_values, setting_of
-from oomb.cli.train.settings import KNOWN, PACKING_IN_TRL, SettingError, Settings
+from oomb.cli.train.aliases import ALIASES, MEANT, REMEDIES, reject_two_values, setting_of
+from oomb.cli.train.settings import KNOWN, PACKING_IN_TRL, SettingError, TrainSettings
 
 TWO_VALUES = "say the same thing differently: give one of them"
 
@@ -96,8 +96,8 @@ def test_remedies_name_what_is_there() -> None:
     with pytest.raises(SettingError, match="--no_fp16 is not there: use --bf16"):
         setting_of("no_fp16")
     assert setting_of("learning_rate") == "learning_rate"
-    refuse_two_values([])
-    refuse_two_values(["--dataset"])
+    reject_two_values([])
+    reject_two_values(["--dataset"])
 
 
 def test_packing_is_a_word(here: Path) -> None:
@@ -108,7 +108,7 @@ def test_packing_is_a_word(here: Path) -> None:
         assert refused("eval", "demo", "--packing", given) == f"error: --{said}"
         assert in_file(f"seed: 1\npacking: {given}\n") == f"error: run.yaml, line 2: {said}"
         with pytest.raises(SettingError, match=said):
-            Settings(packing=given == "true")  # type: ignore[arg-type]
+            TrainSettings(packing=given == "true")  # type: ignore[arg-type]
     for flags in (["--packing"], ["--packing", "--max_steps", "2"], ["--packing", "run.yaml"]):
         Path("run.yaml").write_text("seed: 1\n")
         assert "windows is what true is" in refused("train", *flags)

@@ -20,8 +20,8 @@ import oomb
 from oomb.cli.train import display as display_module
 from oomb.cli.train import panel
 from oomb.cli.train.clock import Clock
-from oomb.cli.train.display import Facts, TrainingDisplay
-from oomb.cli.train.panel import View, lines_of, sparkline
+from oomb.cli.train.display import RunInfo, TrainingDisplay
+from oomb.cli.train.panel import PanelState, lines_of, sparkline
 from oomb.cli.train.signals import StopRequested
 from oomb.models import load
 from oomb.planner.hardware import PEAK_TFLOPS, peak_flops
@@ -33,7 +33,7 @@ TOY = [
     "--overwrite_output_dir", "--dataset", "text.txt", "--sample_tokens", "0",
 ]  # fmt: skip
 DURATION = r"(?:\d+ h \d\d m|\d+ m \d\d s|\d+\.\d s)"
-EVERYTHING = View(
+EVERYTHING = PanelState(
     title="a model on some text, 1,048,576 tokens a step",
     step=7,
     max_steps=1000,
@@ -224,9 +224,9 @@ def test_mfu_is_of_the_datasheet() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(PEAK_TFLOPS["H100"] * 1e12)
     assert peak_flops("NVIDIA GeForce RTX 4090") == pytest.approx(PEAK_TFLOPS["RTX 4090"] * 1e12)
     assert peak_flops("Some GPU") is None and peak_flops(None) is None
-    facts = Facts(title="", tokens_per_step=100, flops_per_step=4e14, peak_flops=1e15)
+    facts = RunInfo(title="", tokens_per_step=100, flops_per_step=4e14, peak_flops=1e15)
     assert facts.mfu(50.0) == pytest.approx(0.2)
-    assert Facts(title="", tokens_per_step=1).mfu(2.0) is None
+    assert RunInfo(title="", tokens_per_step=1).mfu(2.0) is None
 
 
 class Log:
@@ -242,7 +242,7 @@ def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -
     now, screen, log = [0.0], StringIO(), Log()
     monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
     engine = oomb.Engine(load.load_model("demo", device="cpu").train())
-    facts = Facts(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
+    facts = RunInfo(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
     console = Console(file=screen, width=200)
     display = TrainingDisplay(console, log, MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
     given = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(max_steps=2), TrainerControl()
@@ -289,7 +289,7 @@ def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -
 def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
     engine = oomb.Engine(load.load_model("demo", device="cpu"))
     console = Console(file=StringIO(), width=100)
-    facts = Facts(title="", tokens_per_step=100)
+    facts = RunInfo(title="", tokens_per_step=100)
     display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
     state = TrainerState(max_steps=20, global_step=10)
     given = TrainingArguments(output_dir="unused", use_cpu=True), state, TrainerControl()

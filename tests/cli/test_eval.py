@@ -14,7 +14,7 @@ from command import invoke
 from tokenizer import save_chats, small_tokenizer
 
 from oomb.cli import main
-from oomb.eval.evaluate import Settings, tokenizer_name_of
+from oomb.eval.evaluate import EvalSettings, tokenizer_name_of
 from oomb.models import adapters, presets
 
 SMALL = ["--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
@@ -147,12 +147,12 @@ def test_adapters_are_evaluated_on_top_of_their_base(adapted: Path, here: Path, 
 
 def test_adapters_bring_their_own_tokenizer(adapted: Path, here: Path) -> None:
     folder = shutil.copytree(adapted / "out" / "model", here / "model")
-    settings = Settings(model_name_or_path=str(folder))
+    settings = EvalSettings(model_name_or_path=str(folder))
     assert tokenizer_name_of(settings, "base") is None
     small_tokenizer().save_pretrained(folder)
     assert tokenizer_name_of(settings, "base") == str(folder)
     assert tokenizer_name_of(settings, None) is None
-    assert tokenizer_name_of(Settings(model_name_or_path=str(folder), tokenizer_name="mine"), "base") == "mine"
+    assert tokenizer_name_of(EvalSettings(model_name_or_path=str(folder), tokenizer_name="mine"), "base") == "mine"
 
 
 def test_adapters_that_cannot_be_loaded(adapted: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

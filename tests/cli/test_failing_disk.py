@@ -41,8 +41,10 @@ def test_a_disk_that_cannot_be_listed_fails_as_a_full_one_does(tmp_path: Path, m
     monkeypatch.setattr(checkpoints, "find", stale)
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 10)
     with (
-        pytest.raises(checkpoints.NotSaved, match=r"what else is there cannot be listed \(Stale file handle\)"),
-        checkpoints.written(tmp_path / "checkpoint-1", 11),
+        pytest.raises(
+            checkpoints.CheckpointNotSaved, match=r"what else is there cannot be listed \(Stale file handle\)"
+        ),
+        checkpoints.write(tmp_path / "checkpoint-1", 11),
     ):
         pass
     assert output_dir.newest_checkpoint(tmp_path) is None
@@ -83,6 +85,6 @@ def test_a_file_system_that_knows_of_no_fsync_takes_a_checkpoint(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with checkpoints.written(tmp_path / "checkpoint-1") as folder:
+    with checkpoints.write(tmp_path / "checkpoint-1") as folder:
         (folder / "file").write_text("text")
     checkpoints.check(tmp_path / "checkpoint-1")

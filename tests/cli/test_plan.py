@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomb.models import presets
-from oomb.models.probe import attention_layers, config_layers
+from oomb.models.probe import attention_layers, shapes_from_config
 from oomb.planner import report
 from oomb.planner.hardware import Machine, machine_named
 from oomb.planner.step_time import _tokens_read
@@ -162,10 +162,10 @@ def test_tokens_read_are_those_of_every_chunk(chunk: int, num_chunks: int, first
 def test_layers_by_the_config_alone() -> None:
     for name in ("llama", "qwen2_sliding", "gemma3", "gpt_oss", "deepseek_v3"):
         model = build(name, dtype=torch.float32)
-        assert config_layers(model.config) == attention_layers(model)
+        assert shapes_from_config(model.config) == attention_layers(model)
 
 
 def test_presets_plan_without_weights() -> None:
     for name in presets.PRESETS:
-        facts = report.facts_for(name)
+        facts = report.shape_for(name)
         assert facts.layers and facts.weight_bytes > 0

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
 from oomb.cli.train import output_dir, prepare, save, yaml_file
-from oomb.cli.train.command import normalised
+from oomb.cli.train.command import normalized
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.settings import KNOWN, SCHEDULES, TYPES, Settings, settings_table
-from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupts
+from oomb.cli.train.settings import KNOWN, SCHEDULES, TYPES, TrainSettings, settings_table
+from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, SignalHandler
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models import adapters, load, presets
@@ -100,7 +100,7 @@ def test_files_that_are_no_files(here: Path) -> None:
     (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml is not UTF-8 text" in invoke("train", "binary.yaml").output
     (here / "empty.yaml").write_text("# nothing\n")
-    assert invoke("train", "empty.yaml", "--print_config").output == yaml_file.write(Settings())
+    assert invoke("train", "empty.yaml", "--print_config").output == yaml_file.write(TrainSettings())
 
 
 def test_yaml_as_people_write_it() -> None:
@@ -128,12 +128,12 @@ def test_flags_as_hugging_face_scripts_take_them() -> None:
         "--load_in_4bit",
         "x.yaml",
     ]
-    assert normalised(given) == [
+    assert normalized(given) == [
         "--use_peft", "--no_bf16", "--resume_from_checkpoint", "latest", "--seed", "1", "--load_in_4bit", "x.yaml",
     ]  # fmt: skip
-    assert normalised(["--resume_from_checkpoint"]) == ["--resume_from_checkpoint", "latest"]
-    assert normalised(["--resume_from_checkpoint", "a.yaml"]) == ["--resume_from_checkpoint", "latest", "a.yaml"]
-    assert normalised(["--resume_from_checkpoint", "a/checkpoint-3"]) == ["--resume_from_checkpoint", "a/checkpoint-3"]
+    assert normalized(["--resume_from_checkpoint"]) == ["--resume_from_checkpoint", "latest"]
+    assert normalized(["--resume_from_checkpoint", "a.yaml"]) == ["--resume_from_checkpoint", "latest", "a.yaml"]
+    assert normalized(["--resume_from_checkpoint", "a/checkpoint-3"]) == ["--resume_from_checkpoint", "a/checkpoint-3"]
 
 
 def test_the_reference_in_the_documents_is_the_flags() -> None:
@@ -144,7 +144,7 @@ def test_the_reference_in_the_documents_is_the_flags() -> None:
     usage = invoke("train", "--help").output
     assert all(f"--{name}" in usage for name in KNOWN)
     assert set(SCHEDULES) <= {kind.value for kind in SchedulerType}
-    assert {field.name for field in dataclasses.fields(Settings)} == {*TYPES, "engine"}
+    assert {field.name for field in dataclasses.fields(TrainSettings)} == {*TYPES, "engine"}
 
 
 def text_files(folder: Path) -> Path:
@@ -221,7 +221,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
     reserve = OffloadedAdamW.reserve
     monkeypatch.setattr(OffloadedAdamW, "reserve", lambda self: (made.append(self), reserve(self))[1])
     rooms: list[int] = []
-    decide = allocator.decide
+    decide = allocator.place_or_raise
     monkeypatch.setattr(
         allocator, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
     )
@@ -273,7 +273,7 @@ def test_what_precision_comes_to(
     flags: dict[str, Any], gpu_gib: int | None, dtype: str, mixed: bool, warned: bool
 ) -> None:
     config = presets.preset_config("qwen2.5-0.5b")
-    precision = prepare.precision_of(Settings(**flags), None if gpu_gib is None else gpu_gib << 30, config)
+    precision = prepare.precision_of(TrainSettings(**flags), None if gpu_gib is None else gpu_gib << 30, config)
     assert (precision.dtype, precision.mixed, precision.warning is not None) == (dtype, mixed, warned)
 
 
@@ -317,12 +317,12 @@ def test_a_run_can_be_repeated_from_its_own_settings(here: Path) -> None:
 
 
 def test_trackers_are_told_of_the_run(here: Path) -> None:
-    asked = Settings(report_to="wandb, tensorboard", output_dir="runs/mine", logging_steps=5)
+    asked = TrainSettings(report_to="wandb, tensorboard", output_dir="runs/mine", logging_steps=5)
     told = prepare.resolved(asked, Path("runs/mine"), torch.device("cpu"), num_windows=10)
     arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
     assert arguments.report_to == ["wandb", "tensorboard"]
     assert (arguments.run_name, arguments.logging_steps) == ("mine", 5)
-    told = prepare.resolved(Settings(run_name="other"), Path("runs/mine"), torch.device("cpu"), num_windows=10)
+    told = prepare.resolved(TrainSettings(run_name="other"), Path("runs/mine"), torch.device("cpu"), num_windows=10)
     arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
     assert (arguments.report_to, arguments.run_name) == ([], "other")
 
@@ -431,7 +431,7 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
 @pytest.mark.timing
 def test_signals_one_by_one() -> None:
     said: list[str] = []
-    interrupts = Interrupts(said.append)
+    interrupts = SignalHandler(said.append)
     with interrupts:
         interrupts.stop("stopping")
         signal.raise_signal(signal.SIGINT)

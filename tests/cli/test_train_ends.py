@@ -28,8 +28,8 @@ from waiting import HANG_S
 from oomb.cli.train import output_dir, run, save_timer
 from oomb.cli.train import save as save_module
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.save_timer import TimedCheckpoints
-from oomb.cli.train.signals import EXIT_HUNG_UP, EXIT_TERMINATED, Interrupts, Lasting
+from oomb.cli.train.save_timer import SaveTimer
+from oomb.cli.train.signals import EXIT_HUNG_UP, EXIT_TERMINATED, SafeStream, SignalHandler
 from oomb.models import load
 from oomb.trainers import checkpoints
 from oomb.utils.metrics import JsonLines
@@ -137,11 +137,11 @@ def test_all_lines_move_to_another_place(tmp_path: Path) -> None:
 
 def test_a_checkpoint_leaves_room_for_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 1000)
-    with checkpoints.written(tmp_path / "checkpoint-1", 400, keep_free_bytes=600):
+    with checkpoints.write(tmp_path / "checkpoint-1", 400, keep_free_bytes=600):
         pass
     said = r"about 400 bytes, 601 bytes are to stay free for what is saved at the end, 1,000 bytes are free in"
-    too_much = checkpoints.written(tmp_path / "checkpoint-2", 400, keep_free_bytes=601)
-    with pytest.raises(checkpoints.NotSaved, match=said), too_much:
+    too_much = checkpoints.write(tmp_path / "checkpoint-2", 400, keep_free_bytes=601)
+    with pytest.raises(checkpoints.CheckpointNotSaved, match=said), too_much:
         pytest.fail("nothing is to be written")
     assert names(tmp_path) == {"checkpoint-1"}
 
@@ -157,42 +157,42 @@ def test_a_checkpoint_may_take_the_room_of_one_that_it_replaces(
     needed = trainer._checkpoint_bytes()
     trainer.keep_free_bytes = size + 1000
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: needed + 999)
-    with pytest.raises(checkpoints.NotSaved, match="1,000 bytes are to stay free"):
+    with pytest.raises(checkpoints.CheckpointNotSaved, match="1,000 bytes are to stay free"):
         trainer._save_checkpoint(trainer.model, None)
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: needed + 1000)
     trainer._save_checkpoint(trainer.model, None)
     assert names(tmp_path) == {"checkpoint-3"}
     # So it is with those that the clock has asked for.
     trainer.args.save_total_limit, trainer.state.global_step = None, 4
-    trainer.leaving = lambda: [tmp_path / "checkpoint-3"]
+    trainer.about_to_delete = lambda: [tmp_path / "checkpoint-3"]
     trainer._save_checkpoint(trainer.model, None)
-    trainer.leaving, trainer.state.global_step = list, 5
-    with pytest.raises(checkpoints.NotSaved, match=f"{size + 1000:,} bytes"):
+    trainer.about_to_delete, trainer.state.global_step = list, 5
+    with pytest.raises(checkpoints.CheckpointNotSaved, match=f"{size + 1000:,} bytes"):
         trainer._save_checkpoint(trainer.model, None)
 
 
 def test_what_a_checkpoint_by_the_clock_replaces(tmp_path: Path) -> None:
-    by_time = TimedCheckpoints(30)
+    by_time = SaveTimer(30)
     for step in (1, 2, 3):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if step != 2:
             (tmp_path / f"checkpoint-{step}" / save_timer.MARK).touch()
-    assert by_time.leaving(tmp_path) == []
+    assert by_time.about_to_delete(tmp_path) == []
     by_time._is_ours = True
-    assert by_time.leaving(tmp_path) == [tmp_path / "checkpoint-1"]
+    assert by_time.about_to_delete(tmp_path) == [tmp_path / "checkpoint-1"]
     (tmp_path / "checkpoint-1" / save_timer.MARK).unlink()
-    assert by_time.leaving(tmp_path) == []
+    assert by_time.about_to_delete(tmp_path) == []
 
 
 def test_a_run_keeps_room_for_its_model(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    written = checkpoints.written
+    written = checkpoints.write
 
     def spied(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Any:
         asked.append(keep_free_bytes)
         return written(folder, needed_bytes, keep_free_bytes)
 
-    monkeypatch.setattr(checkpoints, "written", spied)
+    monkeypatch.setattr(checkpoints, "write", spied)
     done = invoke("train", *TOY, "--save_steps", "2")
     assert done.exit_code == 0, done.output
     weights = Path("out/model/model.safetensors").stat().st_size
@@ -207,7 +207,7 @@ def test_what_cannot_be_deleted_or_marked_does_not_end_a_run(tmp_path: Path, mon
         patched.setattr(Path, "rename", full)
         with pytest.warns(UserWarning, match=r"checkpoint-1 could not be deleted \(No space left"):
             checkpoints.rotate(tmp_path, 1, {tmp_path / "checkpoint-2"})
-    by_time = TimedCheckpoints(30)
+    by_time = SaveTimer(30)
     by_time._is_ours = True
     state = argparse.Namespace(output_dir=str(tmp_path), save_total_limit=None, global_step=2)
     with monkeypatch.context() as patched:
@@ -269,7 +269,7 @@ def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: p
     model = load.load_model("demo", device="cpu")
     (places / "home").rmdir()
     monkeypatch.setattr(checkpoints, "sync_files", full)
-    with pytest.raises(save_module.CannotSave) as caught:
+    with pytest.raises(save_module.ModelNotSaved) as caught:
         save_module.save_somewhere(model, None, Path("out"), print)
     said = str(caught.value)
     assert (
@@ -280,7 +280,7 @@ def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: p
     assert [*places.rglob("*model*"), *places.rglob("oomb-*")] == []
     Path("out/checkpoint-3").mkdir(parents=True)
     Path("out/checkpoint-3/trainer_state.json").write_text('{"global_step": 3}')
-    with pytest.raises(save_module.CannotSave, match="go on from the newest checkpoint, out/checkpoint-3"):
+    with pytest.raises(save_module.ModelNotSaved, match="go on from the newest checkpoint, out/checkpoint-3"):
         save_module.save_somewhere(model, None, Path("out"), print)
 
 
@@ -389,7 +389,7 @@ def hangup_by_default() -> Iterator[None]:
 @pytest.mark.usefixtures("hangup_by_default")
 def test_a_lost_connection_is_a_request_to_stop() -> None:
     said: list[str] = []
-    with Interrupts(said.append) as interrupts:
+    with SignalHandler(said.append) as interrupts:
         interrupts.stop("stopping")
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
@@ -399,7 +399,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.exit_code == EXIT_HUNG_UP == 129
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-    with Interrupts(said.append) as interrupts:
+    with SignalHandler(said.append) as interrupts:
         interrupts.protect("saving")
         interrupts.release()
         with pytest.raises(KeyboardInterrupt):
@@ -407,7 +407,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.exit_code == EXIT_TERMINATED
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Interrupts(said.append) as interrupts:
+    with SignalHandler(said.append) as interrupts:
         signal.raise_signal(signal.SIGHUP)
         assert not interrupts.terminated
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -418,7 +418,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        lasting = Lasting(pipe)
+        lasting = SafeStream(pipe)
         assert lasting.write("dropped") == 7
         lasting.flush()
         print("dropped", file=lasting, flush=True)
@@ -426,7 +426,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
         assert lasting.encoding == pipe.encoding and lasting.fileno() == writing
         # Closing it writes what is left of it to nowhere.
     buffer = io.StringIO()
-    print("kept", file=Lasting(buffer))
+    print("kept", file=SafeStream(buffer))
     assert buffer.getvalue() == "kept\n"
 
 
@@ -434,7 +434,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
     with open("/dev/full", "w", buffering=1) as stream, (tmp_path / "log").open("w") as file:
-        lasting = Lasting(stream)
+        lasting = SafeStream(stream)
         lasting.write("one\n")
         lasting.flush()
         os.dup2(file.fileno(), stream.fileno())

@@ -16,8 +16,8 @@ from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
 from oomb.cli.train import output_dir, save_timer
-from oomb.cli.train.save_timer import TimedCheckpoints
-from oomb.cli.train.settings import Settings
+from oomb.cli.train.save_timer import SaveTimer
+from oomb.cli.train.settings import TrainSettings
 from oomb.trainers import checkpoints
 
 TOY = [*TOY_RUN, "--max_steps", "4"]
@@ -39,7 +39,7 @@ def told_steps(folder: Path) -> list[int]:
     return [event["step"] for event in events if event["event"] == "step"]
 
 
-class SlowSteps(TimedCheckpoints):
+class SlowSteps(SaveTimer):
     """Every step takes 10 minutes."""
 
     def __init__(self, minutes: float, clock: list[float]) -> None:
@@ -128,7 +128,7 @@ def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
 def test_when_it_saves_is_told(flags: dict[str, Any], said: str) -> None:
     from oomb.cli.train.run import _when_saved
 
-    assert _when_saved(Settings(**flags)).endswith(said)
+    assert _when_saved(TrainSettings(**flags)).endswith(said)
 
 
 @pytest.mark.timing
@@ -161,7 +161,7 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
     for folder in checkpoints.find("out"):
         checkpoints.remove(folder)
     assert "out already holds a trained model" in invoke(*job).output
-    assert output_dir.checkpoint_of(Settings(output_dir="out", resume_from_checkpoint="auto")) is None
+    assert output_dir.checkpoint_of(TrainSettings(output_dir="out", resume_from_checkpoint="auto")) is None
 
 
 def test_what_is_not_as_it_was_is_told(here: Path) -> None:
@@ -199,16 +199,16 @@ def test_what_is_not_as_it_was_is_told(here: Path) -> None:
 
 def test_settings_of_another_version_are_no_obstacle(here: Path) -> None:
     Path("out/checkpoint-1").mkdir(parents=True)
-    going_on = Settings(output_dir="out", resume_from_checkpoint="out/checkpoint-1")
-    assert output_dir.changes(going_on) == []
+    going_on = TrainSettings(output_dir="out", resume_from_checkpoint="out/checkpoint-1")
+    assert output_dir.data_changes(going_on) == []
     Path("out/config.yaml").write_text("max_length: 8K\nno_such_setting: 1\n")
-    assert output_dir.changes(going_on) == []
+    assert output_dir.data_changes(going_on) == []
     # Before packing was written as what it came to.
     Path("out/config.yaml").write_text("packing: auto\nchunk_size: 64\n")
-    assert output_dir.changes(dataclasses.replace(going_on, packing="documents")) == []
+    assert output_dir.data_changes(dataclasses.replace(going_on, packing="documents")) == []
     Path("out/config.yaml").write_text("max_length: 8K\n")
-    assert len(output_dir.changes(going_on)) == 1
-    assert output_dir.changes(Settings(output_dir="out")) == []
+    assert len(output_dir.data_changes(going_on)) == 1
+    assert output_dir.data_changes(TrainSettings(output_dir="out")) == []
 
 
 def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +230,6 @@ def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, mo
     # Words and what is not there stay as they are.
     monkeypatch.chdir(here)
     Path("demo").mkdir()
-    kept = Settings(tokenizer_name="owner/name", output_dir="not there")
-    assert output_dir.portable(kept) == kept
-    assert output_dir.portable(Settings(tokenizer_name="./demo")).tokenizer_name == str(here / "demo")
+    kept = TrainSettings(tokenizer_name="owner/name", output_dir="not there")
+    assert output_dir.with_absolute_paths(kept) == kept
+    assert output_dir.with_absolute_paths(TrainSettings(tokenizer_name="./demo")).tokenizer_name == str(here / "demo")

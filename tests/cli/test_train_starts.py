@@ -24,7 +24,7 @@ from oomb.cli.train import output_dir as output_dir_module
 from oomb.cli.train import prepare
 from oomb.cli.train import run as run_module
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.settings import Settings
+from oomb.cli.train.settings import TrainSettings
 from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
@@ -47,9 +47,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def output_dir_of(settings: Settings) -> Path:
+def output_dir_of(settings: TrainSettings) -> Path:
     output_dir = output_dir_module.output_dir_of(settings)
-    output_dir_module.refuse_used(settings, output_dir)
+    output_dir_module.check_unused(settings, output_dir)
     return output_dir
 
 
@@ -132,8 +132,8 @@ def test_what_a_start_leaves(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     Path("out/config.yaml").write_text("seed: 1\n")
-    assert output_dir_of(Settings(output_dir="out")) == Path("out")
-    assert output_dir_module.is_broken_off(Path("out"))
+    assert output_dir_of(TrainSettings(output_dir="out")) == Path("out")
+    assert output_dir_module.never_started(Path("out"))
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     with pytest.raises(ValueError, match="out already holds the metrics of a run; name another --output_dir"):
-        output_dir_of(Settings(output_dir="out"))
-    assert not output_dir_module.is_broken_off(Path("out"))
-    assert output_dir_of(Settings(output_dir="out", overwrite_output_dir=True)) == Path("out")
+        output_dir_of(TrainSettings(output_dir="out"))
+    assert not output_dir_module.never_started(Path("out"))
+    assert output_dir_of(TrainSettings(output_dir="out", overwrite_output_dir=True)) == Path("out")
 
 
 def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
@@ -162,13 +162,13 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
         folder = here / f"with {name}"
         (folder / name).mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(lines(START))
-        assert not output_dir_module.is_broken_off(folder)
+        assert not output_dir_module.never_started(folder)
         if name == "model":
             with pytest.raises(ValueError, match=f"already holds {message}"):
-                output_dir_of(Settings(output_dir=str(folder)))
+                output_dir_of(TrainSettings(output_dir=str(folder)))
         else:
             with pytest.warns(UserWarning, match="no whole"), pytest.raises(ValueError, match=message):
-                output_dir_of(Settings(output_dir=str(folder)))
+                output_dir_of(TrainSettings(output_dir=str(folder)))
 
 
 @pytest.mark.timing
@@ -284,7 +284,7 @@ def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, A
     Path("texts").mkdir()
     for index in range(num_documents):
         Path(f"texts/{index}.txt").write_text("x" * 1999)
-    settings = Settings(**{"model_name_or_path": "other", "dataset": "texts", "max_length": 100, **flags})
+    settings = TrainSettings(**{"model_name_or_path": "other", "dataset": "texts", "max_length": 100, **flags})
     cpu = torch.device("cpu")
     split = prepare.load_windows(settings, None, 264, cpu)
     steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
@@ -318,7 +318,7 @@ def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> No
     Path("text.txt").write_text("x" * 9999)
     cpu = torch.device("cpu")
     for flags, num_read, num_steps in (({}, 20, 20), ({"num_train_epochs": 2.0}, 99, 198), ({"max_steps": 5}, 5, 5)):
-        settings = Settings(dataset="text.txt", max_length=100, **flags)
+        settings = TrainSettings(dataset="text.txt", max_length=100, **flags)
         split = prepare.load_windows(settings, None, 264, cpu)
         steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
         assert (len(split.train), steps) == (num_read, num_steps)
@@ -344,8 +344,8 @@ def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: py
     # The built-in example is meant as it is, a folder is a model, and a tokenizer reads no bytes.
     Path("Some-7B").mkdir()
     for name in ("demo", "Some-7B", "some/hub-id"):
-        assert prepare.what_a_preset_is(Settings(model_name_or_path=name)) is None
-    told = prepare.what_a_preset_is(Settings(model_name_or_path="some-7b", tokenizer_name="a/b"))
+        assert prepare.what_a_preset_is(TrainSettings(model_name_or_path=name)) is None
+    told = prepare.what_a_preset_is(TrainSettings(model_name_or_path="some-7b", tokenizer_name="a/b"))
     assert told is not None and "random weights. For" in told
 
 

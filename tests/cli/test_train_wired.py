@@ -13,8 +13,8 @@ import torch
 from command import invoke
 from tokenizer import save_chats
 
-from oomb.cli.train.before_after import Probe
-from oomb.cli.train.settings import Settings
+from oomb.cli.train.before_after import BeforeAfterEval
+from oomb.cli.train.settings import TrainSettings
 from oomb.data.dataset import load
 
 
@@ -77,11 +77,11 @@ def test_needles_samples_and_the_report(here: Path) -> None:
 def test_needles_are_hidden_in_text_that_is_never_trained_on(here: Path) -> None:
     split = load("text.txt", max_length=2048, num_train=3, num_held_out=2)
     assert split.held_out is not None
-    probe = Probe(Settings(needle_lengths="2K,4K", needle_haystacks=2, max_length=2048), split, None)
+    probe = BeforeAfterEval(TrainSettings(needle_lengths="2K,4K", needle_haystacks=2, max_length=2048), split, None)
     held_out = torch.cat([split.held_out[index]["input_ids"] for index in range(2)])
     for haystack in probe.haystacks:
         text = held_out[:2048] if haystack is probe.haystacks[0] else held_out[-haystack.length :]
         assert torch.equal(haystack.control_T[:1500], text[:1500])
     # Where there is too little of it, what follows is taken as well.
-    longer = Probe(Settings(needle_lengths="6K", needle_haystacks=1, max_length=2048), split, None)
+    longer = BeforeAfterEval(TrainSettings(needle_lengths="6K", needle_haystacks=1, max_length=2048), split, None)
     assert torch.equal(longer.haystacks[0].control_T[4096:5000], split.train[0]["input_ids"][:904])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.encode import SEPARATOR_ID
-from oomb.data.tokens import Tokens, Windows
+from oomb.data.tokens import Examples, Tokens
 
 
 class Words:
@@ -31,11 +31,11 @@ class Words:
         return {"input_ids": prefix + [len(word) for word in text.split()]}
 
 
-def tokens_of(windows: Windows | None) -> list[int]:
+def tokens_of(windows: Examples | None) -> list[int]:
     return [] if windows is None else [int(i) for window in windows_of(windows) for i in window]
 
 
-def windows_of(windows: Windows) -> list[torch.Tensor]:
+def windows_of(windows: Examples) -> list[torch.Tensor]:
     return [windows[i]["input_ids"] for i in range(len(windows))]
 
 
@@ -193,7 +193,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_windows_refuse_an_index_beyond_the_end() -> None:
     tokens = Tokens([np.arange(20, dtype=np.int32)], np.array([20]))
-    windows = Windows(tokens, tokens.windows(10))
+    windows = Examples(tokens, tokens.windows(10))
     assert len(windows) == 2
     assert windows[-1]["input_ids"].tolist() == list(range(10, 20))
     with pytest.raises(IndexError):

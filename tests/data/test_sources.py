@@ -20,7 +20,7 @@ from tokenizer import CHAT, small_tokenizer
 from oomb.data import tokens as slices
 from oomb.data.encode import SEPARATOR_ID
 from oomb.data.sources import open_source, shuffled
-from oomb.data.tokens import Tokens, Windows
+from oomb.data.tokens import Examples, Tokens
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -181,7 +181,7 @@ def test_pieces_of_documents_predict_every_token_once(lengths: list[int], max_le
     # Two arrays, so that some pieces lie in both.
     half = len(stream) // 2
     tokens = Tokens([stream[:half], stream[half:]], ends, edges)
-    windows = Windows(tokens, tokens.pieces(max_length))
+    windows = Examples(tokens, tokens.pieces(max_length))
     predicted = []
     for ids, labels in examples(windows):
         assert 2 <= len(ids) <= max_length

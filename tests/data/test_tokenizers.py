@@ -14,7 +14,7 @@ from tokenizer import save_chats, small_tokenizer
 from transformers import AutoModelForCausalLM
 
 from oomb.cli.train import prepare
-from oomb.cli.train.settings import SettingError, Settings
+from oomb.cli.train.settings import SettingError, TrainSettings
 from oomb.data import tokenizers
 from oomb.data.tokenizers import difference_in_ids, give_the_same_ids
 from oomb.models import load, presets
@@ -131,11 +131,11 @@ def test_a_model_without_a_tokenizer_takes_any_that_fits(here: Path) -> None:
     done = invoke("train", "--model", "model", *RUN, *TEXT, "--tokenizer_name", "other")
     assert done.exit_code == 0, done.output
     config = load.load_config("demo")
-    assert prepare.load_tokenizer(Settings(model_name_or_path="demo", tokenizer_name="other"), config) is not None
+    assert prepare.load_tokenizer(TrainSettings(model_name_or_path="demo", tokenizer_name="other"), config) is not None
 
 
 def test_the_refusal_is_of_the_setting(here: Path) -> None:
-    settings = Settings(model_name_or_path="model", tokenizer_name="other")
+    settings = TrainSettings(model_name_or_path="model", tokenizer_name="other")
     with pytest.raises(SettingError, match="or train a preset, or a model that was made for this tokenizer") as raised:
         prepare.load_tokenizer(settings, load.load_config("model"))
     assert raised.value.key == "tokenizer_name"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from oomb.engine import optim, optim_state
 from oomb.engine.optim import OffloadedAdamW
 from oomb.memory import transfer
-from oomb.memory.transfer import Copies, Event, Load, Prefetcher, Slot
+from oomb.memory.transfer import Buffer, Copies, Event, Load, Prefetcher
 from oomb.ops import moments
 
 __all__ = ["short_pieces"]
@@ -49,7 +49,7 @@ class Impatient(OffloadedAdamW):
     def _settle(self) -> None:
         if self.is_interrupted and self._buffer is not None:
             raise KeyboardInterrupt
-        super()._settle()
+        super()._finish_pending()
 
 
 def pieces(optimizer: OffloadedAdamW) -> list[list[Tensor]]:
@@ -168,7 +168,7 @@ def test_late_copies_change_nothing(form: dict[str, Any]) -> None:
 def ignoring_loads(patch: pytest.MonkeyPatch) -> None:
     take = Prefetcher.take
 
-    def mutated(self: Prefetcher, load: Load) -> Slot:
+    def mutated(self: Prefetcher, load: Load) -> Buffer:
         self._issued[0] = (*self._issued[0][:2], None)
         return take(self, load)
 
@@ -181,7 +181,7 @@ def ignoring_stores_of_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignoring_the_computation(patch: pytest.MonkeyPatch) -> None:
-    for kind in (Clocks, LateCopies, transfer.Copier):
+    for kind in (Clocks, LateCopies, transfer.CopyStreams):
         store = kind.store
         patch.setattr(kind, "store", lambda self, copies, after=(), store=store: store(self, copies))
 
@@ -193,7 +193,7 @@ def ignoring_the_last_step(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: OffloadedAdamW) -> None:
         self._buffer = None
 
-    patch.setattr(OffloadedAdamW, "_settle", mutated)
+    patch.setattr(OffloadedAdamW, "_finish_pending", mutated)
 
 
 MUTATIONS = [
@@ -257,7 +257,7 @@ def late(loads: int = 0, stores: int = 0, computation: int = 0, seed: int | None
             torch.cuda._sleep(cycles if seed is None else draw.randrange(1, 2 * cycles))
 
     def disturb(patch: pytest.MonkeyPatch) -> None:
-        run_copies, updated = transfer.Copier._run, optim.updated
+        run_copies, updated = transfer.CopyStreams._run, optim.updated
 
         def late_copies(self: Any, stream: Any, copies: Copies, after: Any) -> Event:
             with torch.cuda.stream(stream):
@@ -268,7 +268,7 @@ def late(loads: int = 0, stores: int = 0, computation: int = 0, seed: int | None
             sleep(computation)
             return updated(*args)
 
-        patch.setattr(transfer.Copier, "_run", late_copies)
+        patch.setattr(transfer.CopyStreams, "_run", late_copies)
         patch.setattr(optim, "updated", late_update)
 
     return disturb

@@ -25,7 +25,7 @@ NUMBERS = r"(?s)\d[\d.]* [KMG]?i?B.*\d[\d.]* [KMG]?i?B"
 
 
 def nothing_is_held(engine: oomb.Engine) -> bool:
-    tiers = engine.budget.tiers
+    tiers = engine.allocator.tiers
     return not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
@@ -53,7 +53,7 @@ def test_budgets_that_are_too_small(budgets: dict[str, Any], model: Any) -> None
         with pytest.raises(OutOfPages, match=NUMBERS) as caught:
             engine.loss(random_ids(1, 60))
         assert "host_memory" in str(caught.value) or "gpu_memory" in str(caught.value)
-        assert nothing_is_held(engine) and not engine.budget.tiers.arenas
+        assert nothing_is_held(engine) and not engine.allocator.tiers.arenas
     engine.loss(random_ids(1, 7)).backward()  # one chunk needs no pages
 
 
@@ -70,7 +70,7 @@ def test_host_memory_that_cannot_be_had(how: str, model: Any, monkeypatch: pytes
             patch.setattr(host.mmap, "mmap", lambda *_: (_ for _ in ()).throw(OSError("Cannot allocate memory")))
         with pytest.raises(OutOfPages, match="GiB of host memory"):
             engine.loss(random_ids(1, 60))
-        assert nothing_is_held(engine) and not engine.budget.tiers.arenas
+        assert nothing_is_held(engine) and not engine.allocator.tiers.arenas
     engine.loss(random_ids(1, 60)).backward()
     assert nothing_is_held(engine)
 
@@ -81,11 +81,11 @@ def test_memory_that_has_gone_since_the_last_step(model: Any, monkeypatch: pytes
     ids = random_ids(1, 60)
     engine.loss(ids).backward()
     assert engine.stats.gpu_peak_bytes and not engine.stats.host_peak_bytes
-    engine.budget.tiers.arenas.clear()
+    engine.allocator.tiers.arenas.clear()
     placed = []
-    place = engine.budget._place
-    monkeypatch.setattr(engine.budget, "_place", lambda *args: placed.append(1) or place(*args))
-    take, refusals = engine.budget.tiers._gpu_slab, [1]
+    place = engine.allocator._place
+    monkeypatch.setattr(engine.allocator, "_place", lambda *args: placed.append(1) or place(*args))
+    take, refusals = engine.allocator.tiers._gpu_slab, [1]
 
     def refuse_once(num_bytes: int) -> torch.Tensor:
         if refusals:
@@ -93,7 +93,7 @@ def test_memory_that_has_gone_since_the_last_step(model: Any, monkeypatch: pytes
             raise OutOfPages("gone")
         return take(num_bytes)
 
-    monkeypatch.setattr(engine.budget.tiers, "_gpu_slab", refuse_once)
+    monkeypatch.setattr(engine.allocator.tiers, "_gpu_slab", refuse_once)
     engine.loss(ids).backward()
     assert placed == [1] and nothing_is_held(engine)
 
@@ -229,9 +229,9 @@ def test_optimizer_states_are_to_come_until_an_optimizer_has_stepped(model: Any)
     engine, optimizer = engine_for(model), torch.optim.AdamW(model.parameters())
     for length in (30, 40):
         engine.loss(random_ids(1, length)).backward()
-        assert not engine.budget.has_stepped
+        assert not engine.allocator.optimizer_has_stepped
     optimizer.step()
-    assert engine.budget.has_stepped
+    assert engine.allocator.optimizer_has_stepped
 
 
 def test_reserving_leaves_no_trace(model: Any) -> None:
@@ -239,9 +239,9 @@ def test_reserving_leaves_no_trace(model: Any) -> None:
     state = torch.get_rng_state()
     placement = engine.reserve(2, 60)
     assert torch.equal(torch.get_rng_state(), state) and nothing_is_held(engine)
-    assert placement.host_bytes == sum(arena.num_bytes for arena in engine.budget.tiers.arenas.values())
+    assert placement.host_bytes == sum(arena.num_bytes for arena in engine.allocator.tiers.arenas.values())
     engine.release()
-    assert not engine.budget.tiers.arenas
+    assert not engine.allocator.tiers.arenas
     for wrong in ((0, 10), (1, 0), (1, 2.5), (-1, 5), (True, 5)):
         with pytest.raises(ValueError, match="must be a whole number, 1 or more"):
             engine.reserve(*wrong)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import oomb
 from oomb.attention import backends, packed, reference
-from oomb.attention.chunk import Spec
+from oomb.attention.chunk import AttentionSpec
 from oomb.engine import allocator
 from oomb.engine.batch import Batch
-from oomb.engine.packing import lay_out
-from oomb.engine.passes import Sequence
+from oomb.engine.packing import best_fit
+from oomb.engine.passes import ChunkedForward
 
 CHUNK = 16
 LENGTHS = (50, 3, 7, 16, 1, 20, 40, 9, 2, 32)
@@ -66,7 +66,7 @@ def num_predicted(documents: list[Tensor]) -> int:
 @settings(max_examples=300)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 32))
 def test_the_layout_holds_every_document_once_and_wastes_little(lengths: list[int], chunk_size: int) -> None:
-    layout = lay_out(lengths, chunk_size)
+    layout = best_fit(lengths, chunk_size)
     assert sorted(i for members in layout for i in members) == list(range(len(lengths)))
     fill = []
     for members in layout:
@@ -78,19 +78,23 @@ def test_the_layout_holds_every_document_once_and_wastes_little(lengths: list[in
     short = (room for room, members in zip(fill, layout, strict=True) if lengths[members[0]] <= chunk_size)
     used = sorted(chunk_size - room for room in short)
     assert len(used) < 2 or used[0] + used[1] > chunk_size
-    assert lay_out(lengths, chunk_size, may_share=False) == [
+    assert best_fit(lengths, chunk_size, may_share=False) == [
         [i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ]
 
 
 def test_the_example_of_the_module() -> None:
-    assert lay_out([10, 3, 2, 5], 4) == [[0, 2], [3, 1]]
+    assert best_fit([10, 3, 2, 5], 4) == [[0, 2], [3, 1]]
 
 
 def test_positions_and_cuts_of_a_chunk() -> None:
     ids = torch.zeros(1, 12, dtype=torch.long)
     batch = Batch(ids=ids, targets=ids, starts=(0, 7, 10))
-    assert batch.cuts(0, 4) == () and batch.cuts(4, 8) == (3,) and batch.cuts(8, 12) == (2,)
+    assert (
+        batch.document_starts(0, 4) == ()
+        and batch.document_starts(4, 8) == (3,)
+        and batch.document_starts(8, 12) == (2,)
+    )
     cpu = torch.device("cpu")
     assert batch.positions(4, 8, cpu).tolist() == [[4, 5, 6, 0]]
     assert batch.positions(8, 12, cpu).tolist() == [[1, 2, 0, 1]]
@@ -108,7 +112,7 @@ def test_experts() -> None:
 
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
 def test_all_settings(config: dict[str, Any], model: Any) -> None:
-    tiers = check_alike(model, documents_of(), 1e-6, **config).budget.tiers
+    tiers = check_alike(model, documents_of(), 1e-6, **config).allocator.tiers
     assert not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
@@ -335,7 +339,7 @@ def test_one_call_of_the_flash_kernel(heads: tuple[int, int, int], window: int |
     generator = torch.Generator("cuda").manual_seed(0)
     q, dout = (torch.randn(1, num_heads, length, size, generator=generator, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(1, num_kv_heads, length, size, generator=generator, device="cuda").bfloat16() for _ in range(2))
-    spec = Spec(scale=0.1, window=window)
+    spec = AttentionSpec(scale=0.1, window=window)
     assert packed._is_one_call(q, v, spec)
     out, lse = packed.forward(q, k, v, starts, spec, q.dtype)
     found = packed.backward(dout, q, k, v, out, lse, starts, spec)
@@ -409,33 +413,33 @@ def test_an_error_in_a_later_document_frees_the_earlier_ones(model: Any, monkeyp
     fails_at(engine, 8, monkeypatch)
     with pytest.raises(RuntimeError, match="the model broke") as error:
         engine.loss(documents_of((50, 40, 20)))
-    tiers = engine.budget.tiers
+    tiers = engine.allocator.tiers
     assert error and not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
 def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward comes first: kept by another, two chunks' activations would be there at once."""
     engine, order = engine_for(model, CHUNK), []
-    walk_back = Sequence.walk_back
+    walk_back = ChunkedForward.backward
 
-    def seen(sequence: Sequence, dlogp: Tensor) -> None:
-        order.append((sequence.batch.ids.shape[1], sequence.last_hidden is not None))
+    def seen(sequence: ChunkedForward, dlogp: Tensor) -> None:
+        order.append((sequence.batch.ids.shape[1], sequence.last_chunk_hidden is not None))
         walk_back(sequence, dlogp)
 
-    monkeypatch.setattr(Sequence, "walk_back", seen)
+    monkeypatch.setattr(ChunkedForward, "backward", seen)
     engine.loss(documents_of((48, 40, 33))).backward()
     assert order == [(33, True), (40, False), (48, False)]
 
 
 def test_several_sequences_are_placed_with_room_for_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One alone may fill the host with attention outputs; of several none does, nor one beside pages of another."""
-    engine, found, decide = engine_for(model, CHUNK), [], allocator.decide
+    engine, found, decide = engine_for(model, CHUNK), [], allocator.place_or_raise
 
     def seen(*args: Any, is_only: bool, **settings: Any) -> Any:
         found.append(is_only)
-        return decide(*args, is_only=is_only, **settings)
+        return decide(*args, is_exclusive=is_only, **settings)
 
-    monkeypatch.setattr(allocator, "decide", seen)
+    monkeypatch.setattr(allocator, "place_or_raise", seen)
     engine.loss(documents_of((48, 40, 33))).backward()
     assert found == [False] * 3
     [document] = documents_of((48,))

@@ -18,7 +18,7 @@ from oomb.planner import flops
 
 @pytest.mark.timing
 def test_both_modes_agree_and_are_reported(tmp_path: Path) -> None:
-    seen: list[bench.Row] = []
+    seen: list[bench.BenchResult] = []
     shape = PRESETS["demo"]
     report = bench.run("demo", [96, 64], chunk_size=16, device="cpu", repeats=2, on_row=seen.append)
     assert [(row.mode, row.context) for row in report.rows] == [
@@ -50,7 +50,7 @@ def test_the_engine_holds_no_pages_while_standard_training_is_measured(monkeypat
         return engines[-1]
 
     def alone(self: bench.StandardStep, ids: torch.Tensor) -> torch.Tensor:
-        assert not engines[-1].budget.tiers.arenas
+        assert not engines[-1].allocator.tiers.arenas
         return standard(self, ids)
 
     monkeypatch.setattr(bench, "Engine", make)

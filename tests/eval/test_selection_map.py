@@ -30,7 +30,7 @@ def test_what_is_recorded_is_what_was_read() -> None:
     assert not (found.chosen_NP & found.own_NP).any()
     assert found.chosen_NP[2:, 0].all(), "the first page"
     assert found.most_read[0] == (0, 1.0)
-    assert engine.watch is None
+    assert engine.on_selection is None
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from oomb.trainers import checkpoints
 
 
 def write(folder: Path, text: str = "weights") -> None:
-    with checkpoints.written(folder) as partial:
+    with checkpoints.write(folder) as partial:
         (partial / "model.safetensors").write_text(text * 10)
         (partial / "adapter").mkdir()
         (partial / "adapter" / "config.json").write_text("{}")

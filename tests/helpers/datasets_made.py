@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oomb.data.dataset import open_dataset
-from oomb.data.tokens import Split, Windows
+from oomb.data.tokens import Examples, Split
 
 HELLO = [
     {"role": "system", "content": "Be brief."},
@@ -30,7 +30,7 @@ def opened(path: Path, **options: Any) -> Split:
     return open_dataset(str(path), **options)
 
 
-def examples(windows: Windows | None) -> list[tuple[list[int], list[int]]]:
+def examples(windows: Examples | None) -> list[tuple[list[int], list[int]]]:
     found = [] if windows is None else [windows[i] for i in range(len(windows))]
     return [(example["input_ids"].tolist(), example["labels"].tolist()) for example in found]
 

@@ -17,35 +17,35 @@ from torch import Tensor
 from oomb.attention import sparse, sparse_reference
 from oomb.memory import batch_copy
 from oomb.memory.pool import GPU, HOST
-from oomb.memory.selected import ChosenPages, PageView
+from oomb.memory.selected import PageView, SelectedPages
 from oomb.memory.tiers import Tiers
-from oomb.ops.int8 import SCALE_DTYPE, dequantise, quantise
+from oomb.ops.int8 import SCALE_DTYPE, dequantize, quantize
 from oomb.ops.triton_kernels import page_copy
 
 
 def follow(patch: pytest.MonkeyPatch) -> None:
     """From here on engines go the way of a GPU."""
     memory = Memory()
-    init = ChosenPages.__init__
+    init = SelectedPages.__init__
 
-    def init_with_kernels(self: ChosenPages, *args: Any) -> None:
+    def init_with_kernels(self: SelectedPages, *args: Any) -> None:
         init(self, *args)
         self.uses_kernels = True
-        self.follows = dict.fromkeys(self.layers, True)
+        self.reads_in_place = dict.fromkeys(self.layers, True)
         memory.tiers = tiers = self.store.tiers
-        if isinstance(tiers.copier, Clocks):
-            for tables in (self.means, self.touched, self.choices):
+        if isinstance(tiers.streams, Clocks):
+            for tables in (self.page_means, self.touched, self.selections):
                 for table in tables.values():
-                    tiers.copier.track(table)
+                    tiers.streams.track(table)
 
-    patch.setattr(ChosenPages, "__init__", init_with_kernels)
+    patch.setattr(SelectedPages, "__init__", init_with_kernels)
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
     for name in ("launch_forward", "launch_dq", "launch_dkv"):
         patch.setattr(sparse, name, getattr(memory, name))
     patch.setattr(batch_copy, "is_available", lambda device: True)
     patch.setattr(batch_copy, "copy_all", memory.copy_all)
-    for name in ("mark", "number", "move", "widen"):
-        patch.setattr(page_copy, f"{name}_kernel", Kernel(getattr(memory, name)))
+    for name in ("mark_pages", "assign_slots", "copy_pages", "dequantize_pages"):
+        patch.setattr(page_copy, name, Kernel(getattr(memory, name)))
 
 
 class Kernel:
@@ -107,7 +107,7 @@ class Memory:
         for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
             self.at(target, num_bytes).copy_(self.at(source, num_bytes))
 
-    def mark(self, places: Tensor, chosen: Tensor, num_chosen: int, edge: int, **_: Any) -> None:
+    def mark_pages(self, places: Tensor, chosen: Tensor, num_chosen: int, edge: int, **_: Any) -> None:
         page = chosen.flatten()[:num_chosen].long()
         places[page[page >= edge]] = -1
 
@@ -153,11 +153,11 @@ class Memory:
                 numbers = rest[:, at : at + num_heads * width].view(torch.int8).view(size, num_heads, width)
                 here = wide[:, wide_at : wide_at + num_heads * width].view(size, num_heads, width)
                 if OUT:
-                    steps, scale = quantise(here, (seed + 2 * page + part) % 2**31)
+                    steps, scale = quantize(here, (seed + 2 * page + part) % 2**31)
                     numbers.copy_(steps)
                     scales[..., part] = scale
                 else:
-                    here.copy_(dequantise(numbers, scales[..., part], buffer.dtype))
+                    here.copy_(dequantize(numbers, scales[..., part], buffer.dtype))
 
 
 def memory_for(model: Any, length: int, kv_pages: int | None, grad_pages: int | None = 0, **config: Any) -> int:

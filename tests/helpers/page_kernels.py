@@ -12,7 +12,7 @@ from torch import Tensor
 from oomb.attention import sparse
 from oomb.memory import batch_copy
 from oomb.memory import selected as chosen_module
-from oomb.memory.selected import ChosenPages
+from oomb.memory.selected import SelectedPages
 from oomb.planner import placement
 
 ON_GPU = torch.cuda.is_available()
@@ -23,14 +23,14 @@ def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(placement, "TILE_SIZE", 16)
     if ON_GPU:
         return
-    init = ChosenPages.__init__
+    init = SelectedPages.__init__
 
-    def with_triton(self: ChosenPages, *args: Any) -> None:
+    def with_triton(self: SelectedPages, *args: Any) -> None:
         init(self, *args)
         self.uses_kernels = True
-        self.follows = dict.fromkeys(self.layers, True)
+        self.reads_in_place = dict.fromkeys(self.layers, True)
 
-    patch.setattr(chosen_module.ChosenPages, "__init__", with_triton)
+    patch.setattr(chosen_module.SelectedPages, "__init__", with_triton)
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
     patch.setattr(batch_copy, "is_available", lambda device: True)
     patch.setattr(batch_copy, "copy_all", copy_all)

@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from oomb.config import Config
-from oomb.models.shape import LayerFacts, ModelFacts
+from oomb.models.shape import LayerFacts, ModelShape
 from oomb.planner import report
-from oomb.planner.fit import decide
+from oomb.planner.fit import place_or_raise
 from oomb.planner.hardware import Machine
 from oomb.planner.request import Placement
 from oomb.utils.units import GIB
@@ -19,7 +19,7 @@ MIB = 1 << 20
 H200 = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=100 * GIB, gpu_name="NVIDIA H200")
 
 
-TINY = ModelFacts(
+TINY = ModelShape(
     layers=(
         LayerFacts(num_kv_heads=2, head_size=16, value_size=16, num_query_heads=4, window=None),
         LayerFacts(num_kv_heads=2, head_size=16, value_size=8, num_query_heads=4, window=32),
@@ -32,23 +32,23 @@ TINY = ModelFacts(
     float32_sum_bytes=8 * MIB,
     wide_grad_bytes=0,
     head_grad_bytes=500 * 64 * 2,
-    layer_width=1000,
+    layer_io_width=1000,
     has_adapters=False,
-    has_wide_adapters=False,
-    active_matrix_elements=2_000_000,
-    trained_matrix_elements=2_000_000,
-    trainable_elements=2_000_000,
+    has_float32_adapters=False,
+    active_params=2_000_000,
+    trained_params=2_000_000,
+    trainable_params=2_000_000,
 )
 
 
 @functools.cache
-def facts_for(name: str, lora: bool = False) -> ModelFacts:
-    return report.facts_for(name, lora=lora)
+def facts_for(name: str, lora: bool = False) -> ModelShape:
+    return report.shape_for(name, lora=lora)
 
 
-def ask(facts: ModelFacts = TINY, config: Config | None = None, **changes: Any) -> Placement:
+def ask(shape: ModelShape = TINY, config: Config | None = None, **changes: Any) -> Placement:
     options = {
-        "batch_size": 1, "length": 4096, "trains": True, "float32_sums": True, "fused": True, "gpu_room": GIB,
-        "host_room": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
+        "batch_size": 1, "length": 4096, "needs_grad": True, "float32_sums": True, "fused": True, "free_gpu_bytes": GIB,
+        "free_host_bytes": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
     }  # fmt: skip
-    return decide(facts, config or Config(chunk_size=256, page_size=64), **{**options, **changes})
+    return place_or_raise(shape, config or Config(chunk_size=256, page_size=64), **{**options, **changes})

@@ -14,7 +14,7 @@ import oomb
 from oomb.memory import store as store_module
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
-from oomb.memory.transfer import Copies, Event, Load, Slot
+from oomb.memory.transfer import Buffer, Copies, Event, Load
 
 LENGTH, CHUNK_SIZE = 140, 16
 
@@ -36,7 +36,7 @@ SHORT = 1_000_000
 
 
 def delay_copies(tiers: Tiers, patch: pytest.MonkeyPatch, *, loads: int, stores: int, seed: int | None = None) -> None:
-    copier, run, draw = tiers.copier, tiers.copier._run, random.Random(seed)
+    copier, run, draw = tiers.streams, tiers.streams._run, random.Random(seed)
 
     def late(stream: Any, copies: Copies, after: Any) -> Event:
         cycles = loads if stream is copier.loads else stores
@@ -55,9 +55,9 @@ def delay_computation(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed
     def sleep() -> None:
         torch.cuda._sleep(cycles if seed is None else draw.randrange(1, 2 * cycles))
 
-    take, append, accumulate_ = tiers.prefetcher.take, PageStore.append, store_module.accumulate_
+    take, append, accumulate_ = tiers.prefetcher.take, PageStore.append, store_module.add_stochastic_
 
-    def late_take(load: Load) -> Slot:
+    def late_take(load: Load) -> Buffer:
         slot = take(load)
         sleep()
         return slot
@@ -72,4 +72,4 @@ def delay_computation(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed
 
     patch.setattr(tiers.prefetcher, "take", late_take)
     patch.setattr(PageStore, "append", late_append)
-    patch.setattr(store_module, "accumulate_", late_accumulate)
+    patch.setattr(store_module, "add_stochastic_", late_accumulate)

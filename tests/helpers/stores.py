@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.memory.rows import LayerSpec, Row
+from oomb.memory.rows import LayerRows, RowLayout
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 
@@ -24,12 +24,12 @@ def layer_spec(
     kv_dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
     window: int | None = None,
-) -> LayerSpec:
+) -> LayerRows:
     k, v = (B, K, D), (B, K, V)
-    return LayerSpec(
-        kv=Row((k, kv_dtype or dtype), (v, kv_dtype or dtype)),
-        grad=Row((k, grad_dtype or dtype), (v, grad_dtype or dtype)),
-        out=Row(((B, H, V), dtype), ((B, H), torch.promote_types(dtype, torch.float32))),
+    return LayerRows(
+        kv=RowLayout((k, kv_dtype or dtype), (v, kv_dtype or dtype)),
+        grad=RowLayout((k, grad_dtype or dtype), (v, grad_dtype or dtype)),
+        out=RowLayout(((B, H, V), dtype), ((B, H), torch.promote_types(dtype, torch.float32))),
         dtype=dtype,
         window=window,
     )
@@ -39,7 +39,7 @@ def make_store(
     tiers: Tiers,
     num_chunks: int = 5,
     *,
-    layers: dict[int, LayerSpec] | None = None,
+    layers: dict[int, LayerRows] | None = None,
     keeps: bool = False,
     **changes: Any,
 ) -> PageStore:
@@ -62,7 +62,7 @@ def fill(store: PageStore) -> dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]:
         for layer, tensors in filled.items():
             k, v, out, lse = (x[:, :, start : start + store.chunk_size] for x in tensors)
             store.append(layer, start, k, v)
-            store.keep(layer, start, out, lse)
+            store.save_output(layer, start, out, lse)
     return filled
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from oomb.memory.rows import ALIGNMENT, GRAD, KV, OUT
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
-from oomb.memory.transfer import Copier, Event, Issued, Load, Prefetcher, Ring, Slot, Work
+from oomb.memory.transfer import Buffer, BufferRing, CopyStreams, Event, Issued, Load, Prefetcher, Work
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ class LateCopy:
     is_done: bool = False
 
 
-class LateCopies(Copier):
+class LateCopies(CopyStreams):
     """Runs copies as late as it may: when somebody waits for them, in the order of their stream."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class LateCopies(Copier):
 COMPUTE, LOADS, STORES = range(3)
 
 
-class Clocks(Copier):
+class Clocks(CopyStreams):
     """Runs copies at once, and notes who knows of whom: an access is a race if another stream has touched the bytes
     before (one of the two writing) and no chain of events leads from there to here.
 
@@ -207,7 +207,7 @@ def mutation(function: Mutation) -> Mutation:
 def computation_ignores_load(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
     prefetcher, take = tiers.prefetcher, tiers.prefetcher.take
 
-    def mutated(load: Load) -> Slot:
+    def mutated(load: Load) -> Buffer:
         if prefetcher._issued and prefetcher._issued[0][0].key == load.key and load.pieces:
             prefetcher._issued[0] = (*prefetcher._issued[0][:2], None)
         return take(load)
@@ -224,7 +224,7 @@ def load_ignores_store_of_its_pages(tiers: Tiers, patch: pytest.MonkeyPatch) -> 
 def gives_back_without(tiers: Tiers, patch: pytest.MonkeyPatch, *names: str) -> None:
     give = tiers.prefetcher.give
 
-    def mutated(ring: Ring, slot: Slot, free_after: Event) -> None:
+    def mutated(ring: BufferRing, slot: Buffer, free_after: Event) -> None:
         give(ring, slot, None if any(ring is tiers.rings.get(name) for name in names) else free_after)
 
     patch.setattr(tiers.prefetcher, "give", mutated)
@@ -249,8 +249,8 @@ def load_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) ->
 
 @mutation
 def store_ignores_computation(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-    store = tiers.copier.store
-    patch.setattr(tiers.copier, "store", lambda copies, after: store(copies))
+    store = tiers.streams.store
+    patch.setattr(tiers.streams, "store", lambda copies, after: store(copies))
 
 
 @mutation

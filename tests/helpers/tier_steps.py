@@ -32,8 +32,8 @@ def train(model: Any, engine: oomb.Engine, num_steps: int = 3, length: int = LEN
 
 
 def assert_nothing_is_held(engine: oomb.Engine) -> None:
-    tiers = engine.budget.tiers
-    assert not tiers.abandoned and not +tiers.promised and tiers.used_bytes(GPU) == tiers.used_bytes(HOST) == 0
+    tiers = engine.allocator.tiers
+    assert not tiers.orphaned and not +tiers.promised and tiers.used_bytes(GPU) == tiers.used_bytes(HOST) == 0
     assert all(len(ring.free) == len(ring.slots) for ring in tiers.rings.values())
 
 

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from oomb.memory import tiers as tiers_module
-from oomb.memory.pool import GPU, HOST, Column, Intervals, OutOfPages, PagePool, Run
-from oomb.memory.rows import LayerSpec, Row
+from oomb.memory.pool import GPU, HOST, IntervalSet, OutOfPages, PagePool, PageRun, PageTable
+from oomb.memory.rows import LayerRows, RowLayout
 from oomb.memory.store import PageStore
-from oomb.memory.tiers import Holding, Tiers
+from oomb.memory.tiers import PageLease, Tiers
 
 POOL_STEPS = st.lists(
     st.one_of(
@@ -115,7 +115,7 @@ RANGES = st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda x: (x[0], x
 
 @given(st.lists(RANGES, max_size=12), RANGES)
 def test_intervals_are_a_set_of_numbers(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
-    intervals, numbers = Intervals(), set[int]()
+    intervals, numbers = IntervalSet(), set[int]()
     for low, high in added:
         intervals.add(low, high)
         numbers.update(range(low, high))
@@ -143,15 +143,15 @@ def test_a_column_is_a_list_of_pages(
     for count, follows, gap, tier in parts:
         first = runs[-1].first + runs[-1].count if follows and runs else 50 + 10 * len(runs)
         at += gap
-        runs.append(Run(tier, first, count, at))
+        runs.append(PageRun(tier, first, count, at))
         pages.update({at + i: (tier, first + i) for i in range(count)})
         at += count
-    column = Column()
+    column = PageTable()
     random.shuffle(runs)
     for run in runs:
         column.add(run)
 
-    def listed(runs: list[Run]) -> list[tuple[int, tuple[str, int]]]:
+    def listed(runs: list[PageRun]) -> list[tuple[int, tuple[str, int]]]:
         return [(run.at + i, (run.tier, run.first + i)) for run in runs for i in range(run.count)]
 
     pieces = list(column.pieces(*asked))
@@ -161,17 +161,17 @@ def test_a_column_is_a_list_of_pages(
     gaps = list(column.missing(*asked))
     assert [i for low, high in gaps for i in range(low, high)] == [i for i in range(*asked) if i not in pages]
     assert all(low < high for low, high in gaps)
-    gone = column.cut(cut)
+    gone = column.free_from(cut)
     assert listed(gone) == sorted((i, page) for i, page in pages.items() if i >= cut)
     assert listed(column.runs) == sorted((i, page) for i, page in pages.items() if i < cut)
 
 
-def spec(num_heads: int, grad_dtype: torch.dtype = torch.float32) -> LayerSpec:
+def spec(num_heads: int, grad_dtype: torch.dtype = torch.float32) -> LayerRows:
     shape = (1, num_heads, 2)
-    return LayerSpec(
-        kv=Row((shape, torch.float32), (shape, torch.float32)),
-        grad=Row((shape, grad_dtype), (shape, grad_dtype)),
-        out=Row((shape, torch.float32), ((1, num_heads), torch.float32)),
+    return LayerRows(
+        kv=RowLayout((shape, torch.float32), (shape, torch.float32)),
+        grad=RowLayout((shape, grad_dtype), (shape, grad_dtype)),
+        out=RowLayout((shape, torch.float32), ((1, num_heads), torch.float32)),
         dtype=torch.float32,
     )
 
@@ -266,7 +266,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
                 k = self.numbers(1, tracked.k.shape[2], store.chunk_size, 2)
                 tracked.k[layer][:, :, start : start + store.chunk_size] = k
                 store.append(layer, start, k, -k)
-                store.keep(layer, start, k, k[..., 0])
+                store.save_output(layer, start, k, k[..., 0])
             tracked.num_filled = start + store.chunk_size
 
     @precondition(lambda self: any(self.can_train()))
@@ -299,10 +299,10 @@ class StoresComeAndGo(RuleBasedStateMachine):
                 nothing = torch.zeros_like(tracked.k[layer][:, :, : tracked.end])
                 for at in range(0, tracked.end, store.chunk_size):
                     upto = min(at + store.chunk_size, tracked.end)
-                    dk, dv = store.with_later(layer, at, upto, nothing[:, :, at:upto], nothing[:, :, at:upto])
+                    dk, dv = store.add_future_grads(layer, at, upto, nothing[:, :, at:upto], nothing[:, :, at:upto])
                     assert torch.equal(dk, tracked.grad[layer][:, :, at:upto]) and torch.equal(dv, -dk)
-            for at in range(store.kept_from, end - store.chunk_size + 1, store.chunk_size):
-                out, lse = store.kept(layer, at, at + store.chunk_size)  # type: ignore[misc]
+            for at in range(store.saved_from, end - store.chunk_size + 1, store.chunk_size):
+                out, lse = store.load_output(layer, at, at + store.chunk_size)  # type: ignore[misc]
                 assert torch.equal(out, tracked.k[layer][:, :, at : at + store.chunk_size])
                 assert torch.equal(lse, out[..., 0])
 
@@ -311,9 +311,9 @@ class StoresComeAndGo(RuleBasedStateMachine):
     def cut(self, index: int, chunk: int) -> None:
         tracked = self.pick(index)
         tracked.end = min(tracked.end, chunk * tracked.store.chunk_size)
-        tracked.store.cut(tracked.end)
+        tracked.store.free_from(tracked.end)
         num_pages = -(-tracked.end // tracked.store.page_size)
-        for _, column in tracked.store.holding.columns.values():
+        for _, column in tracked.store.lease.tables.values():
             assert not list(column.pieces(num_pages, tracked.store.num_pages))
 
     @precondition(lambda self: self.live)
@@ -326,26 +326,26 @@ class StoresComeAndGo(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 9))
     def abandon(self, index: int) -> None:
-        num_abandoned = len(self.tiers.abandoned)
+        num_abandoned = len(self.tiers.orphaned)
         self.live.pop(index % len(self.live))
-        assert len(self.tiers.abandoned) == num_abandoned + 1
+        assert len(self.tiers.orphaned) == num_abandoned + 1
 
     @rule()
     def collect(self) -> None:
         self.tiers.collect()
-        assert not self.tiers.abandoned
+        assert not self.tiers.orphaned
 
-    def holdings(self) -> list[Holding]:
-        return [*(tracked.store.holding for tracked in self.live), *self.tiers.abandoned]
+    def holdings(self) -> list[PageLease]:
+        return [*(tracked.store.lease for tracked in self.live), *self.tiers.orphaned]
 
     def promised(self) -> Counter[tuple[str, int]]:
         """To sequences that live."""
-        return sum((+tracked.store.holding.promised for tracked in self.live), start=Counter())
+        return sum((+tracked.store.lease.promised for tracked in self.live), start=Counter())
 
     def pages_in_use(self) -> dict[tuple[str, int], list[int]]:
         found: dict[tuple[str, int], list[int]] = {}
         for tracked in self.live:
-            for page_bytes, column in tracked.store.holding.columns.values():
+            for page_bytes, column in tracked.store.lease.tables.values():
                 for run in column.runs:
                     found.setdefault((run.tier, page_bytes), []).extend(range(run.first, run.first + run.count))
         return found
@@ -354,7 +354,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
     def every_page_has_one_owner(self) -> None:
         owned: Counter[tuple[str, int, int]] = Counter()
         for holding in self.holdings():
-            for page_bytes, column in holding.columns.values():
+            for page_bytes, column in holding.tables.values():
                 for run in column.runs:
                     owned.update((run.tier, page_bytes, run.first + i) for i in range(run.count))
         assert all(count == 1 for count in owned.values())

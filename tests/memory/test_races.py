@@ -20,7 +20,7 @@ from torch import Tensor
 import oomb
 from oomb.memory import rows as rows_module
 from oomb.memory.tiers import Tiers
-from oomb.memory.transfer import Copier, Prefetcher
+from oomb.memory.transfer import CopyStreams, Prefetcher
 
 CONFIGS: list[dict[str, Any]] = [
     {"keep_attention": False, "checkpoint_layers": False},
@@ -43,7 +43,9 @@ def tiny(family: str, num_layers: int) -> Any:
     return build(family, dtype=torch.float32, num_hidden_layers=num_layers, **window)
 
 
-def engine_of(model: Any, copier: Copier | None = None, chunk_size: int = CHUNK_SIZE, **config: Any) -> oomb.Engine:
+def engine_of(
+    model: Any, copier: CopyStreams | None = None, chunk_size: int = CHUNK_SIZE, **config: Any
+) -> oomb.Engine:
     engine = engine_for(
         model,
         chunk_size,
@@ -53,7 +55,7 @@ def engine_of(model: Any, copier: Copier | None = None, chunk_size: int = CHUNK_
         **{"gpu_memory": 0, "keep_last_chunk": False, **config},
     )
     if copier is not None:
-        engine.budget.tiers.copier = engine.budget.tiers.prefetcher.copier = copier
+        engine.allocator.tiers.streams = engine.allocator.tiers.prefetcher.streams = copier
     return engine
 
 
@@ -68,7 +70,7 @@ def late_results(family: str, num_layers: int, index: int, mutate: Mutation | No
     engine = engine_of(model, copier, **CONFIGS[index])
     with pytest.MonkeyPatch.context() as patch:
         if mutate is not None:
-            mutate(engine.budget.tiers, patch)
+            mutate(engine.allocator.tiers, patch)
         found = results(model, engine)
     assert copier.num_late > 20
     return found
@@ -93,7 +95,7 @@ def test_without_a_wait_late_copies_change_the_result(name: str) -> None:
 
 @contextmanager
 def watched(tiers: Tiers) -> Iterator[Clocks]:
-    clocks = tiers.copier
+    clocks = tiers.streams
     assert isinstance(clocks, Clocks)
     with Watch(clocks):
         yield clocks
@@ -102,9 +104,9 @@ def watched(tiers: Tiers) -> Iterator[Clocks]:
 def races(family: str, num_layers: int, index: int, mutate: Mutation | None = None) -> list[str]:
     model = copy.deepcopy(tiny(family, num_layers))
     engine = engine_of(model, Clocks(), **CONFIGS[index])
-    with pytest.MonkeyPatch.context() as patch, watched(engine.budget.tiers) as clocks:
+    with pytest.MonkeyPatch.context() as patch, watched(engine.allocator.tiers) as clocks:
         if mutate is not None:
-            mutate(engine.budget.tiers, patch)
+            mutate(engine.allocator.tiers, patch)
         found = results(model, engine)
     assert are_equal(found, expected_results(family, num_layers, index))
     assert len(clocks.seen) > 3 and (clocks.clocks.diagonal() > 20).all()
@@ -148,12 +150,12 @@ def test_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest
     if not waits:
         monkeypatch.setattr(Prefetcher, "forget", forget_without_waiting)
     tiers = Tiers(CPU)
-    tiers.copier = tiers.prefetcher.copier = Clocks()
+    tiers.streams = tiers.prefetcher.streams = Clocks()
     with watched(tiers) as clocks:
         for _ in range(2):
             store = make_store(tiers, layers={0: layer_spec()})
             k, *_ = fill(store)[0]
-            store.expect_forward(store.capacity, store.capacity + CHUNK, kept=False)
+            store.prefetch_forward(store.capacity, store.capacity + CHUNK, kept=False)
             assert tiers.prefetcher._issued
             store.close()
         found = make_store(tiers, layers={0: layer_spec()})
@@ -167,11 +169,11 @@ def test_a_dropped_forecast_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPa
     """What is asked for is not what was expected, again and again, with copies as late as they may be."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     tiers = Tiers(CPU)
-    tiers.copier = tiers.prefetcher.copier = LateCopies()
+    tiers.streams = tiers.prefetcher.streams = LateCopies()
     store = make_store(tiers)
     filled = fill(store)
     for start in range(0, store.capacity + 1, CHUNK):
-        store.expect_forward(start, start + CHUNK, kept=False)
+        store.prefetch_forward(start, start + CHUNK, kept=False)
         for layer in (3, 0):  # the other way round
             at = 0
             for at, k, v in store.segments(layer, 0, start):
@@ -204,7 +206,7 @@ def gpu_results(model: Any, disturb: Callable[[Tiers, pytest.MonkeyPatch], None]
     engine.reserve(1, GPU_LENGTH)
     with pytest.MonkeyPatch.context() as patch:
         if disturb is not None:
-            disturb(engine.budget.tiers, patch)
+            disturb(engine.allocator.tiers, patch)
         found = results(model, engine, GPU_LENGTH)
         torch.cuda.synchronize()
     assert engine.stats.loaded_bytes > 0 and engine.stats.stored_bytes > 0

@@ -30,9 +30,9 @@ from followed import Kernel, follow, memory_for
 import oomb
 from oomb.attention import dense, sparse
 from oomb.memory import batch_copy
-from oomb.memory.selected import ChosenPages
+from oomb.memory.selected import SelectedPages
 from oomb.memory.tiers import Tiers
-from oomb.memory.transfer import Copier, Event, Load, Prefetcher, Slot
+from oomb.memory.transfer import Buffer, CopyStreams, Event, Load, Prefetcher
 from oomb.ops.triton_kernels import page_copy
 from oomb.planner import placement
 
@@ -82,12 +82,12 @@ def tiny(name: str) -> Any:
     return build(family, dtype=torch.float32, **sizes)
 
 
-def engine_of(model: Any, place: str, kept: dict[str, Any], copier: Copier | None = None) -> oomb.Engine:
+def engine_of(model: Any, place: str, kept: dict[str, Any], copier: CopyStreams | None = None) -> oomb.Engine:
     short = {name: value for name, value in kept.items() if "dtype" in name}
     memory = memory_for(model, LENGTH, *PLACES[place], **SIZES, **short)
     engine = engine_for(model, kernels="torch", fuse="off", gpu_memory=memory, **kept, **SIZES)
     if copier is not None:
-        engine.budget.tiers.copier = engine.budget.tiers.prefetcher.copier = copier
+        engine.allocator.tiers.streams = engine.allocator.tiers.prefetcher.streams = copier
     return engine
 
 
@@ -127,11 +127,11 @@ def test_late_copies_change_nothing(way: str, name: str, place: str, kept: int) 
 def races(name: str, place: str, kept: int, mutate: Mutation | None = None) -> list[str]:
     model = copy.deepcopy(tiny(name))
     engine = engine_of(model, place, KEPT[kept], Clocks())
-    clocks = engine.budget.tiers.copier
+    clocks = engine.allocator.tiers.streams
     assert isinstance(clocks, Clocks)
     with pytest.MonkeyPatch.context() as patch, Watch(clocks):
         if mutate is not None:
-            mutate(engine.budget.tiers, patch)
+            mutate(engine.allocator.tiers, patch)
         found = results(model, engine)
     assert are_equal(found, expected_results(name))
     assert len(clocks.seen) > 3 and (clocks.clocks.diagonal() > 10).all()
@@ -166,13 +166,13 @@ def loads_without(index: int) -> Mutation:
     """Loads of chosen pages do not wait for one of the two: the store of their pages, and the choice."""
 
     def mutate(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-        load = ChosenPages._load
+        load = SelectedPages._load
 
         def mutated(*args: Any) -> Load:
             found = load(*args)
             return dataclasses.replace(found, after=found.after[:index] + found.after[index + 1 :])
 
-        patch.setattr(ChosenPages, "_load", mutated)
+        patch.setattr(SelectedPages, "_load", mutated)
 
     return mutate
 
@@ -188,8 +188,8 @@ def load_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) ->
 def computation_ignores_load(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
     prefetcher, take = tiers.prefetcher, tiers.prefetcher.take
 
-    def mutated(load: Load) -> Slot:
-        if load.bring is not None and prefetcher._issued and prefetcher._issued[0][0].key == load.key:
+    def mutated(load: Load) -> Buffer:
+        if load.gather is not None and prefetcher._issued and prefetcher._issued[0][0].key == load.key:
             prefetcher._issued[0] = (*prefetcher._issued[0][:2], None)
         return take(load)
 
@@ -265,13 +265,13 @@ def test_the_cpu_waits_for_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_bring_what_the_cpu_knows(place: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the gradient pass all pages from the host, and gradients back; before it, and for the last chunk, kernels."""
     follow(monkeypatch)
-    bring, by_engines, by_kernels = ChosenPages._bring, set(), set()
+    bring, by_engines, by_kernels = SelectedPages._gather, set(), set()
 
-    def watched(self: ChosenPages, kind: str, layer: int, start: int, *args: Any) -> None:
+    def watched(self: SelectedPages, kind: str, layer: int, start: int, *args: Any) -> None:
         (by_engines if self._goes_by_engines(kind, layer, start) else by_kernels).add((kind, start))
         bring(self, kind, layer, start, *args)
 
-    monkeypatch.setattr(ChosenPages, "_bring", watched)
+    monkeypatch.setattr(SelectedPages, "_gather", watched)
     copied, copy_all = [], batch_copy.copy_all
     monkeypatch.setattr(batch_copy, "copy_all", lambda *args: (copied.append(len(args[0])), copy_all(*args)))
     model = copy.deepcopy(tiny("three layers"))
@@ -292,7 +292,7 @@ def test_what_is_expected_is_asked_for(
     """In that order: after something else, no more is loaded ahead of need."""
     take, forget, surprises = Prefetcher.take, Prefetcher.forget, []
 
-    def watched(self: Prefetcher, load: Load) -> Slot:
+    def watched(self: Prefetcher, load: Load) -> Buffer:
         def surprised(self: Prefetcher) -> None:
             surprises.append(load.key)
             forget(self)
@@ -321,17 +321,17 @@ def test_chosen_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch:
     follow(monkeypatch)
     if not waits:
         monkeypatch.setattr(Prefetcher, "forget", forget_without_waiting)
-    model, pick, calls = copy.deepcopy(tiny("one layer")), dense.pick, itertools.count()
+    model, pick, calls = copy.deepcopy(tiny("one layer")), dense.pick_kernel, itertools.count()
 
     def stumble(*args: Any) -> Any:
         if next(calls) == 2:
-            assert engine.budget.tiers.prefetcher._started
+            assert engine.allocator.tiers.prefetcher._started
             raise RuntimeError("out of luck")
         return pick(*args)
 
-    monkeypatch.setattr(sparse, "pick", stumble)
+    monkeypatch.setattr(sparse, "pick_kernel", stumble)
     engine = engine_of(model, "host", KEPT[0], Clocks())
-    clocks = engine.budget.tiers.copier
+    clocks = engine.allocator.tiers.streams
     assert isinstance(clocks, Clocks)
     with Watch(clocks):
         with pytest.raises(RuntimeError, match="out of luck"):
@@ -365,16 +365,16 @@ def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     follow(monkeypatch)
     model = copy.deepcopy(tiny("one layer"))
     engine = engine_of(model, "host", KEPT[0])
-    send, count = ChosenPages._store, torch.tensor([5, 0, 0, 0], dtype=torch.int32)
+    send, count = SelectedPages._store, torch.tensor([5, 0, 0, 0], dtype=torch.int32)
 
-    def send_much(self: ChosenPages, *args: Any) -> Event:
+    def send_much(self: SelectedPages, *args: Any) -> Event:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChosenPages, "_page_bytes", lambda *args: 2**30)
-            patch.setattr(ChosenPages, "_parts", lambda *args: (count, count, count, torch.arange(6)))
-            patch.setattr(page_copy, "move_kernel", Kernel(lambda *args, **settings: None))
+            patch.setattr(SelectedPages, "_page_bytes", lambda *args: 2**30)
+            patch.setattr(SelectedPages, "_parts", lambda *args: (count, count, count, torch.arange(6)))
+            patch.setattr(page_copy, "copy_pages", Kernel(lambda *args, **settings: None))
             return send(self, *args)
 
-    monkeypatch.setattr(ChosenPages, "_store", send_much)
+    monkeypatch.setattr(SelectedPages, "_store", send_much)
     monkeypatch.setattr(batch_copy, "copy_all", lambda *args: None)
     engine.loss(random_ids(1, 32)).backward()
     assert engine.stats.stored_bytes >= 5 * 2**30
@@ -401,7 +401,7 @@ def gpu_results(model: Any, place: str, kept: dict[str, Any], disturb: Mutation 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
         if disturb is not None:
-            disturb(engine.budget.tiers, patch)
+            disturb(engine.allocator.tiers, patch)
         found = interleaved(model, engine, GPU_LENGTH)
         torch.cuda.synchronize()
     if place != "gpu":
@@ -411,7 +411,7 @@ def gpu_results(model: Any, place: str, kept: dict[str, Any], disturb: Mutation 
 
 def delay_choices(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: int) -> None:
     """And what adds to gradient pages in the kernels' way."""
-    draw, remember, launch_dkv = random.Random(seed), ChosenPages.remember, sparse.launch_dkv
+    draw, remember, launch_dkv = random.Random(seed), SelectedPages.set_selection, sparse.launch_dkv
 
     def late(function: Callable[..., None]) -> Callable[..., None]:
         def sleep_first(*args: Any, **settings: Any) -> None:
@@ -420,7 +420,7 @@ def delay_choices(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: in
 
         return sleep_first
 
-    patch.setattr(ChosenPages, "remember", late(remember))
+    patch.setattr(SelectedPages, "set_selection", late(remember))
     patch.setattr(sparse, "launch_dkv", late(launch_dkv))
 
 

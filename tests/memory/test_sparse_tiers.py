@@ -141,7 +141,7 @@ def test_pages_die_without_the_garbage_collector(what: str, way: str, monkeypatc
     engine = engine_for(tiny("llama", torch.float64), gpu_memory=0, **SIZES[8])
 
     def stores() -> list[PageStore]:
-        return [x for x in gc.get_objects() if type(x) is PageStore and x.tiers is engine.budget.tiers]
+        return [x for x in gc.get_objects() if type(x) is PageStore and x.tiers is engine.allocator.tiers]
 
     gc.collect()
     gc.disable()
@@ -151,8 +151,13 @@ def test_pages_die_without_the_garbage_collector(what: str, way: str, monkeypatc
         if what == "walked back":
             loss.backward()
             (store,) = stores()
-            assert store.chosen is not None and not any(
-                (store.chosen.means, store.chosen.touched, store.chosen.choices, store.chosen._addresses)
+            assert store.selected is not None and not any(
+                (
+                    store.selected.page_means,
+                    store.selected.touched,
+                    store.selected.selections,
+                    store.selected._addresses,
+                )
             )
             del store
         del loss

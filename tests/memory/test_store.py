@@ -21,7 +21,7 @@ from oomb.memory.rows import (
     KV,
     NEW,
     OUT,
-    Row,
+    RowLayout,
     largest_segment,
     row_bytes,
     segment_bounds,
@@ -76,7 +76,7 @@ FIELDS = st.lists(
 
 @given(FIELDS, st.integers(1, 5))
 def test_the_fields_of_a_row_are_aligned_and_apart(fields: list[tuple[Any, torch.dtype]], num_tokens: int) -> None:
-    row = Row(*fields)
+    row = RowLayout(*fields)
     assert row.num_bytes == row_bytes(*(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in fields))
     assert row.num_bytes % ALIGNMENT == 0
     data = torch.zeros(num_tokens * row.num_bytes + 48, dtype=torch.uint8)
@@ -95,13 +95,13 @@ def test_the_fields_of_a_row_are_aligned_and_apart(fields: list[tuple[Any, torch
         assert all(torch.equal(view[:, :, 0], x[:, :, token]) for view, x in zip(own, written, strict=True))
 
 
-@pytest.mark.parametrize("kept_from", [0, 2 * CHUNK])
+@pytest.mark.parametrize("saved_from", [0, 2 * CHUNK])
 @pytest.mark.parametrize("gpu_tokens", PLACEMENTS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_what_was_appended_comes_back(
-    tiers: Tiers, page_size: int, gpu_tokens: int, kept_from: int, segment_size: int
+    tiers: Tiers, page_size: int, gpu_tokens: int, saved_from: int, segment_size: int
 ) -> None:
-    places = {"gpu_tokens": gpu_tokens, "out_tokens": 5 * CHUNK - kept_from, "gpu_out_tokens": gpu_tokens}
+    places = {"gpu_tokens": gpu_tokens, "out_tokens": 5 * CHUNK - saved_from, "gpu_out_tokens": gpu_tokens}
     store = make_store(tiers, page_size=page_size, **places)
     filled = fill(store)
     end = store.capacity
@@ -115,21 +115,21 @@ def test_what_was_appended_comes_back(
                 assert at - start <= segment_size
             assert at == end
         for start in range(0, end, CHUNK):
-            kept = store.kept(layer, start, start + CHUNK)
-            assert (kept is not None) == (start >= kept_from)
+            kept = store.load_output(layer, start, start + CHUNK)
+            assert (kept is not None) == (start >= saved_from)
             if kept is None:
                 continue
             assert kept[0].transpose(1, 2).is_contiguous()
             assert torch.equal(kept[0], out[:, :, start : start + CHUNK])
             assert torch.equal(kept[1], lse[:, :, start : start + CHUNK])
-        assert store.kept(layer, end, end + CHUNK) is None, "the last chunk has no pages"
+        assert store.load_output(layer, end, end + CHUNK) is None, "the last chunk has no pages"
 
 
 def test_outputs_are_not_kept_unless_asked_for(tiers: Tiers) -> None:
     store = make_store(tiers)
     fill(store)
-    assert store.kept(0, 0, CHUNK) is None
-    assert OUT not in store.kinds and (OUT, 0) not in store.holding.columns
+    assert store.load_output(0, 0, CHUNK) is None
+    assert OUT not in store.kinds and (OUT, 0) not in store.lease.tables
 
 
 @pytest.mark.parametrize("gpu_tokens", PLACEMENTS)
@@ -152,14 +152,14 @@ def test_gradients_add_up_and_reach_their_chunk(
                     total[:, :, start - reach : start] += share
             own = [torch.randn(B, K, CHUNK, size, dtype=dtype) for size in (D, V)]
             given = [x.clone() for x in own]
-            for total, x, before, found in zip(totals, own, given, past.with_later(*own), strict=True):
+            for total, x, before, found in zip(totals, own, given, past.add_future_grads(*own), strict=True):
                 later = total[:, :, start : start + CHUNK] if start < store.capacity else torch.zeros_like(x)
                 torch.testing.assert_close(
                     found, before + later, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5
                 )
                 assert torch.equal(x, before), "what was given is left alone"
             if layer == 3:
-                store.cut(start)
+                store.free_from(start)
 
 
 def test_gradient_pages_come_at_first_touch(tiers: Tiers) -> None:
@@ -188,7 +188,7 @@ def test_pages_rest_in_the_precision_asked_for(tiers: Tiers, gpu_tokens: int) ->
     tiny = torch.full((B, K, CHUNK, D), 1e-12, dtype=torch.float64), torch.zeros(B, K, CHUNK, V, dtype=torch.float64)
     for share in (torch.ones_like(tiny[0]), tiny[0]):
         store.add_grad(0, 0, share, tiny[1], seed=0)
-    dk, _ = store.with_later(0, 0, CHUNK, torch.zeros_like(tiny[0]), tiny[1])
+    dk, _ = store.add_future_grads(0, 0, CHUNK, torch.zeros_like(tiny[0]), tiny[1])
     assert torch.equal(dk, torch.full_like(dk, 1 + 1e-12))
 
 
@@ -204,7 +204,7 @@ def test_gradients_are_rounded_alike_wherever_they_lie(grad_dtype: torch.dtype) 
             shares = torch.randn(B, K, start, D), torch.randn(B, K, start, V)
             store.past(0, start, start + CHUNK).add_grad(0, *shares)
         nothing = torch.zeros(B, K, CHUNK, D), torch.zeros(B, K, CHUNK, V)
-        found.append(torch.cat([x.flatten() for x in store.with_later(0, 14, 21, *nothing)]))
+        found.append(torch.cat([x.flatten() for x in store.add_future_grads(0, 14, 21, *nothing)]))
         assert torch.equal(found[-1], found[0]) and found[0].any()
     others = []
     for seed in (5, 6):
@@ -212,7 +212,7 @@ def test_gradients_are_rounded_alike_wherever_they_lie(grad_dtype: torch.dtype) 
         store.seed = seed
         for start in (28, 35):
             store.past(0, start, start + CHUNK).add_grad(0, *(torch.full((B, K, CHUNK, n), 1 / 3) for n in (D, V)))
-        others.append(store.with_later(0, 0, CHUNK, *nothing)[0])
+        others.append(store.add_future_grads(0, 0, CHUNK, *nothing)[0])
     assert not torch.equal(*others), "another seed rounds otherwise"
 
 
@@ -230,23 +230,23 @@ def test_bytes_are_counted(tiers: Tiers) -> None:
     kv, grad, out = spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes
     store = make_store(tiers, 3, layers={0: spec}, gpu_tokens=11, keeps=True)
     fill(store)
-    assert tiers.copier.stored_bytes == (21 - 8) * kv + 21 * out
-    assert tiers.copier.loaded_bytes == 0
+    assert tiers.streams.stored_bytes == (21 - 8) * kv + 21 * out
+    assert tiers.streams.loaded_bytes == 0
     list(store.segments(0, 0, 21))
-    assert tiers.copier.loaded_bytes == 13 * kv
+    assert tiers.streams.loaded_bytes == 13 * kv
     list(store.segments(0, 0, 7))
-    assert tiers.copier.loaded_bytes == 13 * kv
-    store.kept(0, 7, 14)
-    assert tiers.copier.loaded_bytes == 13 * kv + 7 * out
+    assert tiers.streams.loaded_bytes == 13 * kv
+    store.load_output(0, 7, 14)
+    assert tiers.streams.loaded_bytes == 13 * kv + 7 * out
     tiers.reset_counters()
-    assert tiers.copier.loaded_bytes == tiers.copier.stored_bytes == 0
+    assert tiers.streams.loaded_bytes == tiers.streams.stored_bytes == 0
     shares = torch.ones(B, K, 14, D, dtype=torch.float64), torch.ones(B, K, 14, V, dtype=torch.float64)
     store.add_grad(0, 7, *shares, seed=0)  # fresh: nothing to load, tokens 8 to 20 to store
-    assert (tiers.copier.loaded_bytes, tiers.copier.stored_bytes) == (0, 13 * grad)
+    assert (tiers.streams.loaded_bytes, tiers.streams.stored_bytes) == (0, 13 * grad)
     store.add_grad(0, 7, *shares, seed=0)
-    assert (tiers.copier.loaded_bytes, tiers.copier.stored_bytes) == (13 * grad, 26 * grad)
-    store.with_later(0, 14, 21, *(x[:, :, :7] for x in shares))
-    assert tiers.copier.loaded_bytes == 20 * grad
+    assert (tiers.streams.loaded_bytes, tiers.streams.stored_bytes) == (13 * grad, 26 * grad)
+    store.add_future_grads(0, 14, 21, *(x[:, :, :7] for x in shares))
+    assert tiers.streams.loaded_bytes == 20 * grad
     # Pages 0 and 1 hold tokens 0 to 7; the gradients touched pages 1 to 5.
     assert tiers.peak_bytes == {GPU: 4 * (2 * kv + grad), HOST: 4 * (4 * kv + 4 * grad + 6 * out)}
     store.close()
@@ -259,9 +259,13 @@ def test_bytes_are_counted(tiers: Tiers) -> None:
 @pytest.mark.parametrize("trains", [False, True])
 def test_staging_bytes_are_those_of_the_rings(tiers: Tiers, keeps: bool, trains: bool) -> None:
     spec = layer_spec()
-    make_store(tiers, layers={0: spec}, keeps=keeps, trains=trains)
+    make_store(tiers, layers={0: spec}, keeps=keeps, needs_grad=trains)
     expected = staging_bytes(
-        [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes)], [], chunk_size=CHUNK, keeps=keeps, trains=trains
+        [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes)],
+        [],
+        chunk_size=CHUNK,
+        keeps=keeps,
+        needs_grad=trains,
     )
     assert sum(ring.num_bytes for ring in tiers.rings.values()) == expected
     assert set(tiers.rings) == {KV, NEW, *[GRAD] * trains, *[OUT] * keeps}
@@ -272,7 +276,7 @@ def test_nothing_is_staged_where_all_fits_the_gpu(tiers: Tiers) -> None:
     fill(store)
     list(store.segments(0, 0, 35))
     assert not tiers.rings and not tiers.used_bytes(HOST)
-    assert tiers.copier.loaded_bytes == tiers.copier.stored_bytes == 0
+    assert tiers.streams.loaded_bytes == tiers.streams.stored_bytes == 0
 
 
 @pytest.mark.parametrize(("tier", "gpu_tokens"), [(HOST, 0), (GPU, 1000)])
@@ -314,11 +318,11 @@ def test_memory_is_used_again(tiers: Tiers, tier: str, gpu_tokens: int) -> None:
 def test_a_slab_that_is_much_too_large_is_given_up(tiers: Tiers) -> None:
     """A long sequence that is only evaluated may take more pages than one that is trained, whose activations and
     gradients were planned into what is then idle."""
-    make_store(tiers, 10, gpu_tokens=1000, trains=False).close()
+    make_store(tiers, 10, gpu_tokens=1000, needs_grad=False).close()
     large = tiers.idle_bytes(GPU)
-    make_store(tiers, 3, gpu_tokens=1000, trains=False).close()
+    make_store(tiers, 3, gpu_tokens=1000, needs_grad=False).close()
     assert 0 < tiers.idle_bytes(GPU) < large / 2
-    make_store(tiers, 0, gpu_tokens=1000, trains=False).close()
+    make_store(tiers, 0, gpu_tokens=1000, needs_grad=False).close()
     assert tiers.idle_bytes(GPU) == 0, "one chunk needs no pages"
 
 
@@ -366,10 +370,10 @@ def test_an_abandoned_store_is_collected(tiers: Tiers) -> None:
     )
     del store
     gc.collect()
-    assert tiers.abandoned and tiers.used_bytes(HOST)
+    assert tiers.orphaned and tiers.used_bytes(HOST)
     num_bytes = sum(arena.num_bytes for arena in tiers.arenas.values())
     other = make_store(tiers)
-    assert not tiers.abandoned and other.num_pages
+    assert not tiers.orphaned and other.num_pages
     assert sum(arena.num_bytes for arena in tiers.arenas.values()) == num_bytes
 
 
@@ -380,5 +384,5 @@ def test_a_closed_store_is_not_collected_again(tiers: Tiers) -> None:
     other = make_store(tiers)
     del store
     gc.collect()
-    assert not tiers.abandoned and tiers.used_bytes(HOST) and +tiers.promised
+    assert not tiers.orphaned and tiers.used_bytes(HOST) and +tiers.promised
     other.close()

@@ -44,7 +44,7 @@ def gpu_memory(placement: str, all_bytes: int) -> Any:
 
 
 def where(engine: oomb.Engine) -> str:
-    peak = engine.budget.tiers.peak_bytes
+    peak = engine.allocator.tiers.peak_bytes
     return {(True, False): "gpu", (False, True): "host", (True, True): "split"}[peak[GPU] > 0, peak[HOST] > 0]
 
 
@@ -98,21 +98,23 @@ def test_outputs_of_the_last_tokens_alone(
     chunk_size: int, page_size: int, on_gpu: bool, checkpoint_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no room for more, attention of the others is computed again: all the same."""
-    kept, keep = set(), PageStore.keep
+    kept, keep = set(), PageStore.save_output
     monkeypatch.setattr(
         placement_module,
         "_place_outputs",
         lambda request, lean: placement_module._place(request, lean, out_tokens=2 * chunk_size),
     )
-    monkeypatch.setattr(PageStore, "keep", lambda self, *args: (kept.add((self.kept_from, args[1])), keep(self, *args)))
+    monkeypatch.setattr(
+        PageStore, "save_output", lambda self, *args: (kept.add((self.saved_from, args[1])), keep(self, *args))
+    )
     model = copy.deepcopy(tiny("qwen2_sliding"))
     memory = "1GiB" if on_gpu else 0
     settings: dict[str, Any] = {"gpu_memory": memory, "checkpoint_layers": checkpoint_layers, "kernels": "torch"}
     engine = engine_for(model, chunk_size, page_size=page_size, **settings)
     steps = train(model, engine)
     assert_equal(steps, trajectory("qwen2_sliding", torch.float64, chunk_size))
-    [kept_from] = {first for first, _ in kept}
-    assert {start >= kept_from for _, start in kept} == {False, True}
+    [saved_from] = {first for first, _ in kept}
+    assert {start >= saved_from for _, start in kept} == {False, True}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

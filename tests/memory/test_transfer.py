@@ -22,7 +22,7 @@ from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import HOST, OutOfPages
 from oomb.memory.rows import GRAD, KV, NEW, NUM_AHEAD, NUM_BEHIND
 from oomb.memory.tiers import Tiers
-from oomb.memory.transfer import Copier, Load, Prefetcher, Ring
+from oomb.memory.transfer import BufferRing, CopyStreams, Load, Prefetcher
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -114,7 +114,7 @@ def test_pinned_slabs_come_and_go() -> None:
         gc.collect()
 
 
-class CountingCopier(Copier):
+class CountingCopier(CopyStreams):
     """Notes every load, and how many are on their way or in use."""
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class CountingCopier(Copier):
         return super().load(copies, after)
 
 
-def loads_of(ring: Ring, names: Any) -> list[Load]:
+def loads_of(ring: BufferRing, names: Any) -> list[Load]:
     return [Load(("test", name), ring, ((0, torch.full((4,), name, dtype=torch.uint8)),)) for name in names]
 
 
-def ring_of(num_slots: int) -> Ring:
-    return Ring(num_slots, torch.zeros(4 * num_slots, dtype=torch.uint8))
+def ring_of(num_slots: int) -> BufferRing:
+    return BufferRing(num_slots, torch.zeros(4 * num_slots, dtype=torch.uint8))
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=20))
@@ -176,7 +176,7 @@ def test_the_forecast_of_one_sequence_does_not_serve_another(tiers: Tiers) -> No
     first, second = (make_store(tiers, layers={0: layer_spec()}) for _ in range(2))
     fill(first)
     k, *_ = fill(second)[0]
-    first.expect_forward(35, 42, kept=False)
+    first.prefetch_forward(35, 42, kept=False)
     assert tiers.prefetcher._issued
     assert torch.equal(keys(second, 35), k[:, :, :35])
 
@@ -210,16 +210,16 @@ def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pyte
     monkeypatch.setattr(tiers.prefetcher, "take", lambda load: (taken.append(load.key), take(load))[1])
     for start in (35, 28, 14, 7, 0):
         end = start + CHUNK
-        store.expect_forward(start, end, kept=False)
+        store.prefetch_forward(start, end, kept=False)
         for layer in store.layers:
             list(store.past(layer, start, end).segments(max(0, start - 8) if layer == 0 and end > 9 else 0))
-        store.expect_forward(start, end, kept=True)
+        store.prefetch_forward(start, end, kept=True)
         for layer in store.layers:
-            if store.kept(layer, start, end) is None:
+            if store.load_output(layer, start, end) is None:
                 list(store.past(layer, start, end).segments(max(0, start - 8) if layer == 0 and end > 9 else 0))
-        store.expect_backward(start, end, kept=True)
+        store.prefetch_backward(start, end, kept=True)
         for layer in (1, 0):
-            store.kept(layer, start, end)
+            store.load_output(layer, start, end)
             past, first = store.past(layer, start, end), max(0, start - 8) if layer == 0 and end > 9 else 0
             k_and_v = []
             for at, k, v in past.segments(first):
@@ -228,7 +228,7 @@ def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pyte
                 k_and_v.append((k.clone(), v.clone()))
             if layer == 0 and k_and_v:
                 past.add_grad(first, *(torch.cat(x, 2) for x in zip(*k_and_v, strict=True)))
-            past.with_later(torch.zeros(B, K, CHUNK, D), torch.zeros(B, K, CHUNK, V))
+            past.add_future_grads(torch.zeros(B, K, CHUNK, D), torch.zeros(B, K, CHUNK, V))
     assert len(taken) > 50 and not dropped
     for ring in tiers.rings.values():
         assert len(ring.free) == ring.num_bytes // ring.slot_bytes
@@ -248,7 +248,7 @@ def test_buffers_are_not_lost_by_a_consumer_who_leaves(how: str, tiers: Tiers, m
                 raise RuntimeError("in the middle")
 
     for _ in range(2 * NUM_AHEAD):
-        store.expect_forward(35, 42, kept=False)
+        store.prefetch_forward(35, 42, kept=False)
         try:
             consume()
         except RuntimeError as error:

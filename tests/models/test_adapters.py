@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("bits", [4, 8])
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
-    assert adapters.bits_config() is None
+    assert adapters.bnb_config() is None
     with pytest.raises(ValueError, match=rf"load_in_{bits}bit needs bitsandbytes.*extra qlora.*pip install bits"):
-        adapters.bits_config(**{f"load_in_{bits}bit": True})
+        adapters.bnb_config(**{f"load_in_{bits}bit": True})
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(entry.startswith("bitsandbytes") for entry in extras["qlora"])
 
@@ -37,7 +37,7 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 )
 def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        adapters.bits_config(load_in_4bit=True, **options)
+        adapters.bnb_config(load_in_4bit=True, **options)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -45,7 +45,7 @@ def test_qlora_trains_the_adapter_and_resumes(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    config = adapters.bits_config(load_in_4bit=True, compute_dtype="float32")
+    config = adapters.bnb_config(load_in_4bit=True, compute_dtype="float32")
     assert config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_use_double_quant
     tiny_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
 

@@ -12,7 +12,7 @@ from families import LENGTH, assert_same_gradients, build, random_ids, relative_
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, Gemma2Config, LlavaConfig, LlavaForConditionalGeneration
 
-from oomb.models.hooks import switch_checkpointing
+from oomb.models.hooks import set_checkpointing
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -58,7 +58,7 @@ def assert_same_snapshot(actual: dict[str, Any], expected: dict[str, Any]) -> No
 def test_model_is_left_as_found(kind: str, checkpoint_layers: bool) -> None:
     model = with_dropout("lora") if kind == "lora" else build("llama" if kind == "checkpointing" else kind)
     if kind == "checkpointing":
-        switch_checkpointing(model, on=True)
+        set_checkpointing(model, on=True)
     base = model.get_base_model() if kind == "lora" else model
     ids = random_ids(2, LENGTH)
     before = snapshot(base)
@@ -123,7 +123,7 @@ def test_each_part_of_a_model_keeps_its_own_attention() -> None:
 def test_gradient_checkpointing_of_the_model_is_no_obstacle(model: Any) -> None:
     ids = random_ids(2, LENGTH)
     expected_loss, expected = whole_gradients(model, ids)
-    switch_checkpointing(model, on=True)
+    set_checkpointing(model, on=True)
     loss = engine_for(model).loss(ids)
     assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from oomb.cli.train import prepare
-from oomb.cli.train.settings import Settings
+from oomb.cli.train.settings import TrainSettings
 from oomb.models import load, presets, weight_files
 
 SHARD = "model-00002-of-00008.safetensors"
@@ -78,13 +78,13 @@ def test_the_file_that_is_not_whole_is_named(
 ) -> None:
     folder = name.split("/")[0]
     assert load.load_model(folder, device="cpu") is not None
-    assert weight_files.what_is_broken(Path(folder)) is None
+    assert weight_files.find_broken_file(Path(folder)) is None
     breaks(Path(name))
     with pytest.raises(ValueError, match=f"^{re.escape(name)} {re.escape(said)}"):
         load.load_model(folder, device="cpu")
     # The way of weights in 4 bits too, as far as it goes without a GPU.
-    monkeypatch.setattr(prepare, "bits_config", lambda load_in_4bit: None)
-    settings = Settings(model_name_or_path=folder, use_peft=True, load_in_4bit=True)
+    monkeypatch.setattr(prepare, "bnb_config", lambda load_in_4bit: None)
+    settings = TrainSettings(model_name_or_path=folder, use_peft=True, load_in_4bit=True)
     with pytest.raises(ValueError, match=f"^{re.escape(name)} {re.escape(said)}"):
         prepare.load_model(settings, load.load_config(folder), "bfloat16", torch.device("cpu"))
 
@@ -102,9 +102,9 @@ def test_commands_say_so_in_one_message(here: Path, command: list[str]) -> None:
 def test_a_link_of_the_hubs_cache_is_told_with_what_it_leads_to(here: Path) -> None:
     Path(ONE).rename("blob")
     Path(ONE).symlink_to(here / "blob")
-    assert weight_files.what_is_broken(Path("one")) is None
+    assert weight_files.find_broken_file(Path("one")) is None
     cut(Path("blob"))
-    said = weight_files.what_is_broken(Path("one"))
+    said = weight_files.find_broken_file(Path("one"))
     assert said is not None and said.endswith(f"; remove {(here / 'blob').resolve()}, then download or copy it again")
 
 

@@ -33,18 +33,18 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
         {**FORWARD, "NUM_HEADS": 28, "TILE_Q": 64, "PADDED": False, "DROPPED": 16, "GRAD_ALIGNED": 8},
         8,
     ),
-    ("page_copy.mark_kernel", {"places": "*i64", "chosen": "*i16"}, {"TILE": 1024}, 4),
+    ("page_copy.mark_pages", {"places": "*i64", "chosen": "*i16"}, {"TILE": 1024}, 4),
     *(
-        ("page_copy.number_kernel", {**PAGES, "places": "*i64", "moved": "*i64", "flags": flags, "buffer": "i64"},
+        ("page_copy.assign_slots", {**PAGES, "places": "*i64", "moved": "*i64", "flags": flags, "buffer": "i64"},
          {"TILE": 1024}, 4)
         for flags in ("*u8", "*i16")
     ),
     *(
-        ("page_copy.move_kernel", {**PAGES, "buffer": "*i32", "touched": flags}, {"OUT": is_out, "TILE": 4096}, 16)
+        ("page_copy.copy_pages", {**PAGES, "buffer": "*i32", "touched": flags}, {"OUT": is_out, "TILE": 4096}, 16)
         for is_out, flags in ((False, "*u8"), (False, "*i16"), (True, "*i32"))
     ),
     *(
-        ("page_copy.widen_kernel", {**PAGES, "buffer": "*bf16", "flags": flags},
+        ("page_copy.dequantize_pages", {**PAGES, "buffer": "*bf16", "flags": flags},
          {"OUT": is_out, "DROPPED": dropped, "TILE_S": 16, "TILE_H": 8, "TILE_D": 128}, 16)
         for is_out, dropped, flags in ((False, 16, "*u8"), (False, 0, "*i16"), (True, 0, "*i32"))
     ),
@@ -52,7 +52,7 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
 """Kernel, its arguments that are not int32, its constants, and warps: as the launchers call it for a bfloat16 model
 whose summaries are 8-bit floats."""
 
-MOVERS = ("move_kernel", "widen_kernel")
+MOVERS = ("copy_pages", "dequantize_pages")
 ALIGNED_SIZES = (
     "page_words", "page_size", "k_size", "v_size", "row_bytes", "value_at", "scale_at", "wide_row", "wide_value_at"
 )  # fmt: skip

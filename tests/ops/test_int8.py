@@ -13,12 +13,12 @@ from torch import Tensor
 
 import oomb
 from oomb.memory import batch_copy
-from oomb.memory.rows import LayerSpec, Row, pair
-from oomb.memory.selected import Choosing
+from oomb.memory.rows import LayerRows, RowLayout, kv_row
+from oomb.memory.selected import SelectionSpec
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
-from oomb.ops.int8 import LEVELS, dequantise, quantise
-from oomb.ops.rounding import accumulate_
+from oomb.ops.int8 import LEVELS, dequantize, quantize
+from oomb.ops.rounding import add_stochastic_
 from oomb.planner import placement
 
 ON_GPU = torch.cuda.is_available()
@@ -28,30 +28,30 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 @given(st.integers(1, 40), st.floats(-30, 30), st.one_of(st.none(), st.integers(0, 2**31 - 1)))
 def test_no_number_is_further_off_than_a_step(size: int, exponent: float, seed: int | None) -> None:
     x = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 2.0**exponent
-    numbers, scale = quantise(x, seed)
+    numbers, scale = quantize(x, seed)
     assert numbers.dtype == torch.int8 and int(numbers.abs().max()) <= LEVELS
     steps = 0.5 if seed is None else 1.0
-    off = (dequantise(numbers, scale, torch.float32) - x).abs()
+    off = (dequantize(numbers, scale, torch.float32) - x).abs()
     assert (off <= steps * 1.001 * scale.float().unsqueeze(-1)).all()
     assert (scale.float() <= 1.02 * x.abs().amax(-1) / LEVELS).all(), "no level is wasted"
 
 
 def test_nothing_stays_nothing() -> None:
     for seed in (None, 3):
-        numbers, scale = quantise(torch.zeros(2, 5), seed)
-        assert not dequantise(numbers, scale, torch.float64).any()
+        numbers, scale = quantize(torch.zeros(2, 5), seed)
+        assert not dequantize(numbers, scale, torch.float64).any()
 
 
 def test_random_rounding_has_no_bias() -> None:
     x = torch.randn(4, 64)
-    mean = torch.stack([dequantise(*quantise(x, seed), torch.float32) for seed in range(400)]).mean(0)
-    nearest = dequantise(*quantise(x), torch.float32)
+    mean = torch.stack([dequantize(*quantize(x, seed), torch.float32) for seed in range(400)]).mean(0)
+    nearest = dequantize(*quantize(x), torch.float32)
     assert (mean - x).norm() < 0.25 * (nearest - x).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_a_row_gives_back_what_it_was_given(dtype: torch.dtype) -> None:
-    row = pair((2, 3, 5), (2, 3, 4), dtype)
+    row = kv_row((2, 3, 5), (2, 3, 4), dtype)
     data = torch.full((7 * row.num_bytes,), 0x55, dtype=torch.uint8)
     k, v = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 7, 4)
     row.write(row.views(data, 7), [k, v])
@@ -61,7 +61,7 @@ def test_a_row_gives_back_what_it_was_given(dtype: torch.dtype) -> None:
 
 def test_eight_bits_take_half_of_sixteen() -> None:
     """Qwen2.5-7B: 4 heads of 128."""
-    short, wide = (pair((1, 4, 128), (1, 4, 128), dtype).num_bytes for dtype in (torch.int8, torch.bfloat16))
+    short, wide = (kv_row((1, 4, 128), (1, 4, 128), dtype).num_bytes for dtype in (torch.int8, torch.bfloat16))
     assert (short, wide) == (1040, 2048)
 
 
@@ -79,11 +79,11 @@ def test_eight_bits_take_half_of_sixteen() -> None:
 def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int, edge: int) -> None:
     """Against `quantise`, from pages at scattered addresses and back; those from `edge` on wait in the buffer."""
     pytest.importorskip("triton")
-    from oomb.ops.triton_kernels.page_copy import widen_kernel, widen_tiles
+    from oomb.ops.triton_kernels.page_copy import dequantize_pages, dequantize_tiles
 
     B, K, D, V, S = shape
     P, chosen = 5, (3, 0, 4)
-    row, wide = pair((B, K, D), (B, K, V), torch.int8), pair((B, K, D), (B, K, V), torch.float32)
+    row, wide = kv_row((B, K, D), (B, K, V), torch.int8), kv_row((B, K, D), (B, K, V), torch.float32)
     pages = torch.zeros(P, S * row.num_bytes, dtype=torch.uint8, device=DEVICE)
     values = [torch.randn(B, K, P * S, size, device=DEVICE) for size in (D, V)]
     row.write(row.views(pages.flatten(), P * S), values)
@@ -96,10 +96,10 @@ def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], n
     held = [num_rows == 0 or p != 4 for p in chosen]
 
     def move(is_out: bool, rows: int, seed: int = 0) -> None:
-        widen_kernel[(2,)](
+        dequantize_pages[(2,)](
             which, count, addresses, buffer, flags, seed, S, B * K, D, V, row.num_bytes, row.fields[1][0],
             row.fields[2][0], wide.num_bytes // 4, wide.fields[1][0] // 4, rows, P, edge, OUT=is_out, DROPPED=0,
-            **{**widen_tiles(B * K, max(D, V)), **tiles}, num_warps=16,
+            **{**dequantize_tiles(B * K, max(D, V)), **tiles}, num_warps=16,
         )  # fmt: skip
 
     for place, p, holds in zip(places, chosen, held, strict=True):
@@ -137,10 +137,10 @@ def test_what_comes_in_loses_nothing_on_average() -> None:
     """A number of 8 bits times a scale has more bits than bfloat16 keeps. Gradients come in and go out for every chunk
     that adds to them: rounded to nearest, a sum of a thousand shares would be off by several percent."""
     pytest.importorskip("triton")
-    from oomb.ops.triton_kernels.page_copy import widen_kernel, widen_tiles
+    from oomb.ops.triton_kernels.page_copy import dequantize_pages, dequantize_tiles
 
     K, D, S = 2, 32, 8
-    row, wide = pair((1, K, D), (1, K, D), torch.int8), pair((1, K, D), (1, K, D), torch.bfloat16)
+    row, wide = kv_row((1, K, D), (1, K, D), torch.int8), kv_row((1, K, D), (1, K, D), torch.bfloat16)
     page = torch.zeros(S * row.num_bytes, dtype=torch.uint8, device=DEVICE)
     row.write(row.views(page, S), [torch.randn(1, K, S, D, device=DEVICE) for _ in range(2)])
     numbers = [torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (0, 1)]
@@ -148,10 +148,10 @@ def test_what_comes_in_loses_nothing_on_average() -> None:
 
     def brought_in(seed: int, dropped: int) -> Tensor:
         buffer = torch.zeros(S * wide.num_bytes, dtype=torch.uint8, device=DEVICE)
-        widen_kernel[(1,)](
+        dequantize_pages[(1,)](
             *numbers, address, buffer.view(torch.bfloat16), page, seed, S, K, D, D, row.num_bytes, row.fields[1][0],
             row.fields[2][0], wide.num_bytes // 2, wide.fields[1][0] // 2, 0, 0, 1, OUT=False, DROPPED=dropped,
-            **widen_tiles(K, D), num_warps=16,
+            **dequantize_tiles(K, D), num_warps=16,
         )  # fmt: skip
         return torch.cat([x.float().flatten() for x in wide.views(buffer, S)])
 
@@ -166,13 +166,13 @@ def test_hundreds_of_shares_arrive(gpu_tokens: int) -> None:
     """Every chunk has chosen the first page, and adds the same to its gradient. What of that arrives is what was added,
     in size and in direction; a number of 8 bits alone is off by a step."""
     num_chunks, size = 400, 4
-    spec = LayerSpec(
-        kv=pair((1, 8, 64), (1, 8, 64), torch.bfloat16),
-        grad=pair((1, 8, 64), (1, 8, 64), torch.int8),
-        out=Row(((1, 8, 64), torch.bfloat16)),
+    spec = LayerRows(
+        kv=kv_row((1, 8, 64), (1, 8, 64), torch.bfloat16),
+        grad=kv_row((1, 8, 64), (1, 8, 64), torch.int8),
+        out=RowLayout(((1, 8, 64), torch.bfloat16)),
         dtype=torch.bfloat16,
     )
-    choosing = Choosing(budget=1, tile_size=size, num_means=1, means_dtype=torch.float32)
+    choosing = SelectionSpec(budget=1, tile_size=size, num_means=1, means_dtype=torch.float32)
     store = PageStore(
         Tiers(torch.device("cpu")), {0: spec}, capacity=num_chunks * size, chunk_size=size, page_size=size,
         gpu_tokens=gpu_tokens, choosing=choosing,
@@ -180,14 +180,14 @@ def test_hundreds_of_shares_arrive(gpu_tokens: int) -> None:
     share = torch.randn(1, 1, size, 1024).to(torch.bfloat16)
     for start in range(num_chunks * size, 0, -size):
         past = store.past(0, start, start + size)
-        past.remember(torch.zeros(1, 1, 1, dtype=torch.int32), follows=False)
+        past.set_selection(torch.zeros(1, 1, 1, dtype=torch.int32), follows=False)
         with past.grads() as view:
             first = view.base[int(view.offsets_P[0]) :][: size * view.row_size].view(1, 1, size, view.row_size)
             if not view.touched_BP[0, 0]:
                 first.zero_()
-            accumulate_(first, share, view.seed)
+            add_stochastic_(first, share, view.seed)
     nothing = torch.zeros(1, 8, size, 64)
-    later = store.past(0, 0, size).with_later(nothing, nothing)
+    later = store.past(0, 0, size).add_future_grads(nothing, nothing)
     arrived = torch.cat([x.transpose(1, 2).reshape(1, 1, size, 512) for x in later], -1) / num_chunks
     wanted = share.float()
     assert abs(float((arrived * wanted).sum() / wanted.square().sum()) - 1) < 0.006

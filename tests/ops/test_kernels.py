@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from oomb.memory.rows import Row
+from oomb.memory.rows import RowLayout
 from oomb.ops import merge, rounding
 from oomb.ops.triton_kernels.elementwise import mixed_bits
 
@@ -89,7 +89,7 @@ def test_adding_to_sixteen_bits_is_its_reference_bit_for_bit(dtype: torch.dtype)
     shape = (3, 70, 91)
     total, grad = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
     expected = total.clone()
-    rounding.accumulate_reference(expected, grad, random_bits(shape, 11))
+    rounding.add_stochastic_reference(expected, grad, random_bits(shape, 11))
     rounding.launch_add(total, grad, 11)
     assert torch.equal(total, expected)
 
@@ -97,7 +97,7 @@ def test_adding_to_sixteen_bits_is_its_reference_bit_for_bit(dtype: torch.dtype)
 def rows_of_pages(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The second of two fields of rows, as gradient pages have them, and all their bytes."""
     B, K, T, D = shape
-    row = Row(((B, K, 24), dtype), ((B, K, D), dtype))
+    row = RowLayout(((B, K, 24), dtype), ((B, K, D), dtype))
     data = torch.full((T * row.num_bytes,), 0x55, dtype=torch.uint8, device=DEVICE)
     return row.views(data, T)[1], data
 
@@ -120,8 +120,8 @@ def test_accumulate_is_its_reference_bit_for_bit(
         expected, expected_data = rows_of_pages(shape, dtype)
         expected_data.copy_(data)
         bits = None if dtype == torch.float32 else random_bits(shape, seed)
-        rounding.accumulate_reference(expected, share, bits)
-        rounding.launch_accumulate(total, share, seed)
+        rounding.add_stochastic_reference(expected, share, bits)
+        rounding.launch_add_stochastic(total, share, seed)
         assert torch.equal(data, expected_data), "the other bytes of the rows are left alone"
 
 
@@ -131,7 +131,7 @@ def test_accumulate_keeps_infinities_and_nan() -> None:
     total = torch.tensor([inf, -inf, 1.0, 1.0, nan, inf], device=DEVICE).to(HALF).view(1, 1, 2, 3)
     share = torch.tensor([1.0, 1.0, -inf, nan, 1.0, -inf], device=DEVICE)
     share.view(torch.int32)[3] = 2**31 - 1  # a GPU's usual NaN: all ones, so that random bits would carry into the sign
-    rounding.launch_accumulate(total, share.view(1, 1, 2, 3), 3)
+    rounding.launch_add_stochastic(total, share.view(1, 1, 2, 3), 3)
     total = total.flatten()
     assert total[:3].tolist() == [inf, -inf, -inf] and total[3:].isnan().all()
 
@@ -142,5 +142,5 @@ def test_small_shares_arrive_through_the_kernel() -> None:
     total = torch.ones(1, 2, 16, 32, device=DEVICE, dtype=torch.bfloat16)
     share = torch.full((1, 2, 16, 32), 2**-12, device=DEVICE)
     for seed in range(1024):
-        rounding.accumulate_(total, share, seed)
+        rounding.add_stochastic_(total, share, seed)
     assert abs((total.double().mean().item() - 1) / (1024 * 2**-12) - 1) < 0.03

@@ -20,7 +20,7 @@ def test_8_bits_are_unbiased_and_hold_the_largest_exactly() -> None:
         total = torch.zeros(612, dtype=torch.float64)
         for seed in range(2000):
             moments.encode_(fields, name, x, torch.Generator().manual_seed(seed))
-            back = moments.decoded(fields, name, torch.float32)
+            back = moments.decode(fields, name, torch.float32)
             assert (back[256:512] == 0).all()
             total += back
         assert all(back[i] == x[i] for i in (int(x[:256].abs().argmax()), 512 + int(x[512:].abs().argmax())))
@@ -31,7 +31,7 @@ def test_8_bits_are_unbiased_and_hold_the_largest_exactly() -> None:
     moment = torch.ones(300)
     moment[7] = torch.nan
     moments.encode_(fields, "exp_avg", moment, torch.Generator())
-    assert moments.decoded(fields, "exp_avg", torch.float32)[:256].isnan().all(), "a NaN must not vanish"
+    assert moments.decode(fields, "exp_avg", torch.float32)[:256].isnan().all(), "a NaN must not vanish"
 
 
 def distance(first: list[Tensor], second: list[Tensor], start: list[Tensor]) -> float:

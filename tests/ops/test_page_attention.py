@@ -279,8 +279,8 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     moved = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     chosen = torch.tensor([7, 2, 4, 7, -1, 4, 8], dtype=torch.int16, device=DEVICE)
     touched = torch.tensor([[0] * 9, [1, 1, 1, 1, 1, 1, 1, 0, 1]], dtype=torch.uint8, device=DEVICE)
-    page_copy.mark_kernel[(2,)](places, chosen, len(chosen), edge, TILE=4)
-    page_copy.number_kernel[(1,)](
+    page_copy.mark_pages[(2,)](places, chosen, len(chosen), edge, TILE=4)
+    page_copy.assign_slots[(1,)](
         places, which, count, moved, touched, buffer.data_ptr(), 4 * words, 4 * words, edge, P, 2, P, TILE=4
     )
     pages = [p for p in (2, 4, 7, 8) if p >= edge]
@@ -288,13 +288,13 @@ def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
     for p in range(P):
         here = buffer.data_ptr() + 4 * words * pages.index(p) if p in pages else int(table[p])
         assert int(places[p]) == here
-    page_copy.move_kernel[(3,)](which, count, table, buffer, touched, words, 2, P, OUT=False, TILE=16)
+    page_copy.copy_pages[(3,)](which, count, table, buffer, touched, words, 2, P, OUT=False, TILE=16)
     for i, p in enumerate(pages):
         assert (buffer[i] == (away[p] if p != 7 else -1)).all(), "a page that holds nothing stays away"
     buffer.add_(1000)
     expected = away.clone()
     expected[pages] = buffer[: len(pages)]
-    page_copy.move_kernel[(3,)](which, count, table, buffer, touched, words, 0, 0, OUT=True, TILE=16)
+    page_copy.copy_pages[(3,)](which, count, table, buffer, touched, words, 0, 0, OUT=True, TILE=16)
     assert torch.equal(away, expected)
 
 

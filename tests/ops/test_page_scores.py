@@ -12,22 +12,22 @@ from torch import Tensor
 
 from oomb.config import MEANS_OF_RULE, means_per_page
 from oomb.ops import page_scores
-from oomb.ops.page_scores import Rule
+from oomb.ops.page_scores import PageRule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 FP8 = torch.float8_e4m3fn
 RULES = {name: page_scores.rule_named(name, 64) for name in MEANS_OF_RULE}
-Shape = tuple[int, int, int, int, int, int, int, Rule]
+Shape = tuple[int, int, int, int, int, int, int, PageRule]
 """B, K, group, T, D, tile_size, P, rule."""
 
 SHAPES: list[Shape] = [
-    (1, 2, 7, 100, 128, 32, 33, Rule(4, 8, True)),
-    (2, 1, 3, 37, 80, 16, 11, Rule(3, 5, True)),
-    (1, 3, 1, 48, 64, 16, 9, Rule(1, 8, True)),
-    (2, 1, 8, 33, 256, 32, 5, Rule(2, 4, False)),
-    (1, 2, 3, 70, 64, 32, 67, Rule(1, None, False)),
-    (1, 1, 1, 1, 64, 128, 1, Rule(4, 8, True)),
+    (1, 2, 7, 100, 128, 32, 33, PageRule(4, 8, True)),
+    (2, 1, 3, 37, 80, 16, 11, PageRule(3, 5, True)),
+    (1, 3, 1, 48, 64, 16, 9, PageRule(1, 8, True)),
+    (2, 1, 8, 33, 256, 32, 5, PageRule(2, 4, False)),
+    (1, 2, 3, 70, 64, 32, 67, PageRule(1, None, False)),
+    (1, 1, 1, 1, 64, 128, 1, PageRule(4, 8, True)),
 ]
 # Of queries and means. The interpreter's bfloat16 products are wrong.
 DTYPES = [(torch.float16, FP8), (torch.float32, torch.float32)]
@@ -52,15 +52,17 @@ def queries_and_means(shape: Shape, q_dtype: torch.dtype, means_dtype: torch.dty
     return q, table[:, :, 2 : M + 2]
 
 
-def launch(q: Tensor, means: Tensor, rule: Rule, tile_size: int, scale: float | None = None) -> Tensor:
+def launch(q: Tensor, means: Tensor, rule: PageRule, tile_size: int, scale: float | None = None) -> Tensor:
     pytest.importorskip("triton")
     scale = scale or q.shape[3] ** -0.5
-    return page_scores.launch_interest(q, means, rule=rule, scale=scale, tile_size=tile_size)
+    return page_scores.launch_page_scores(q, means, rule=rule, scale=scale, tile_size=tile_size)
 
 
-def expected_interest(q: Tensor, means: Tensor, rule: Rule, tile_size: int, scale: float | None = None) -> Tensor:
+def expected_interest(q: Tensor, means: Tensor, rule: PageRule, tile_size: int, scale: float | None = None) -> Tensor:
     scale = scale or q.shape[3] ** -0.5
-    return page_scores.interest_reference(q.cpu(), means.cpu(), rule=rule, scale=scale, tile_size=tile_size).to(DEVICE)
+    return page_scores.page_scores_reference(q.cpu(), means.cpu(), rule=rule, scale=scale, tile_size=tile_size).to(
+        DEVICE
+    )
 
 
 def assert_same_interest(found: Tensor, expected: Tensor) -> None:
@@ -76,7 +78,7 @@ def test_interest(shape: Shape, dtypes: tuple[torch.dtype, torch.dtype], poisone
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_interest_in_tiles_of_128(rule: Rule, poisoned_empty: None) -> None:
+def test_interest_in_tiles_of_128(rule: PageRule, poisoned_empty: None) -> None:
     """The real sizes; with all queries asked, a tile has more rows than a program holds at a time."""
     shape = (1, 2, 7, 131, 64, 128, 37, rule)
     q, means = queries_and_means(shape, torch.float16, FP8)
@@ -88,16 +90,16 @@ def test_interest_in_any_number_of_splits(
     wanted_programs: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
     monkeypatch.setattr(page_scores, "WANTED_PROGRAMS", wanted_programs)
-    shape = (1, 2, 1, 20, 64, 16, 81, Rule(4, 8, True))
+    shape = (1, 2, 1, 20, 64, 16, 81, PageRule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, FP8)
     assert_same_interest(launch(q, means, shape[7], 16), expected_interest(q, means, shape[7], 16))
 
 
 def test_reference_asks_one_query_after_the_other() -> None:
-    shape = (2, 2, 3, 37, 16, 16, 5, Rule(3, 5, True))
+    shape = (2, 2, 3, 37, 16, 16, 5, PageRule(3, 5, True))
     B, K, group, _, _, tile_size, P, rule = shape
     q, means = queries_and_means(shape, torch.float64, torch.float64)
-    found = page_scores.interest(q, means, rule=rule, scale=0.3, tile_size=tile_size)
+    found = page_scores.page_scores(q, means, rule=rule, scale=0.3, tile_size=tile_size)
     expected = torch.zeros(B, 3, P, device=DEVICE, dtype=torch.float64)
     # A tile of 16 asks at 16/5, 32/5, 48/5, 64/5 and 16 less one, rounded down; the last one has five queries.
     for t in [2, 5, 8, 11, 15, 18, 21, 24, 27, 31, 32, 33, 34, 35, 36]:
@@ -108,7 +110,7 @@ def test_reference_asks_one_query_after_the_other() -> None:
 
 
 def test_shares_of_a_tile_add_up() -> None:
-    shape = (1, 2, 3, 37, 64, 16, 13, Rule(4, 8, True))
+    shape = (1, 2, 3, 37, 64, 16, 13, PageRule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, FP8)
     total = launch(q, means, shape[7], 16).sum(-1)
     torch.testing.assert_close(total, torch.tensor([[8 * 6.0, 8 * 6.0, 5 * 6.0]], device=DEVICE))
@@ -116,7 +118,7 @@ def test_shares_of_a_tile_add_up() -> None:
 
 def test_scores_far_apart() -> None:
     """A mean that takes everything, and means that get nothing, are no reason for NaN."""
-    shape = (1, 1, 2, 16, 64, 16, 40, Rule(4, 8, True))
+    shape = (1, 1, 2, 16, 64, 16, 40, PageRule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, torch.float16)
     found = launch(q, means * 100, shape[7], 16, scale=1.0)
     torch.testing.assert_close(found.sum(), torch.tensor(16.0, device=DEVICE), rtol=1e-4, atol=0)
@@ -128,13 +130,13 @@ def test_interest_is_the_same_every_time() -> None:
     assert torch.equal(launch(q, means, SHAPES[0][7], 32), launch(q, means, SHAPES[0][7], 32))
 
 
-@pytest.mark.parametrize("compute", [page_scores.interest, page_scores.launch_interest])
+@pytest.mark.parametrize("compute", [page_scores.page_scores, page_scores.launch_page_scores])
 def test_no_pages_yet(compute: Callable[..., Tensor]) -> None:
     pytest.importorskip("triton")
     q, means = queries_and_means(SHAPES[0], torch.float16, FP8)
     nothing = compute(q, means[:, :, :0], rule=RULES["mass"], scale=1.0, tile_size=32)
     assert nothing.shape == (1, 4, 0)
-    assert page_scores.choose(nothing, 3, has_sink=True).shape == (1, 4, 0)
+    assert page_scores.top_pages(nothing, 3, has_sink=True).shape == (1, 4, 0)
 
 
 @pytest.mark.gpu
@@ -144,13 +146,13 @@ def test_interest_takes_little_memory() -> None:
     means = normal(1, 4, 32768, 128, dtype=FP8)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    page_scores.interest(q, means, rule=RULES["mass"], scale=0.1, tile_size=128)
+    page_scores.page_scores(q, means, rule=RULES["mass"], scale=0.1, tile_size=128)
     assert torch.cuda.max_memory_allocated() - before < 3 << 20
 
 
 @given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))
 def test_asked_queries_are_evenly_spread(tile_size: int, num_queries: int | None) -> None:
-    asked = Rule(1, num_queries, False).asked(tile_size)
+    asked = PageRule(1, num_queries, False).sampled_queries(tile_size)
     assert len(asked) == min(tile_size, num_queries or tile_size) and asked[-1] == tile_size - 1
     gaps = {after - before for before, after in zip([-1, *asked], asked)}
     assert min(gaps) > 0 and max(gaps) - min(gaps) <= 1
@@ -174,7 +176,7 @@ def test_choose_is_the_naive_choice(data: st.DataObject) -> None:
     value = st.one_of(st.sampled_from([0.0, 1e-40, 0.5, 1.0]), st.floats(0, 1e4, width=32))
     rows = data.draw(st.lists(st.lists(value, min_size=num_pages, max_size=num_pages), min_size=1, max_size=4))
     budget, has_sink = data.draw(st.integers(1, 50)), data.draw(st.booleans())
-    chosen = page_scores.choose(torch.tensor([rows], device=DEVICE), budget, has_sink)
+    chosen = page_scores.top_pages(torch.tensor([rows], device=DEVICE), budget, has_sink)
     assert chosen.dtype == torch.int32
     assert chosen[0].tolist() == [naive_choice(row, budget, has_sink) for row in rows]
 
@@ -185,7 +187,7 @@ def test_budget_and_sink(budget: int, has_sink: bool) -> None:
     interest = torch.rand(2, 3, 9, device=DEVICE) + 0.1
     interest[:, :, 0] = 0.0
     before = interest.clone()
-    chosen = page_scores.choose(interest, budget, has_sink)
+    chosen = page_scores.top_pages(interest, budget, has_sink)
     assert chosen.shape == (2, 3, min(budget, 9)) and (chosen.diff(dim=-1) > 0).all()
     assert (chosen == 0).any(-1).all() == (has_sink or budget >= 9)
     assert torch.equal(interest, before), "the interest is left as it was"
@@ -193,7 +195,7 @@ def test_budget_and_sink(budget: int, has_sink: bool) -> None:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("means_dtype", [FP8, torch.float16], ids=str)
-def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: Rule) -> None:
+def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: PageRule) -> None:
     """From keys to pages: the queries of each tile are like the keys of one page."""
     page_size, num_pages, tile_size, sought = 16, 12, 32, [7, 3]
     keys = normal(1, 2, num_pages, page_size, 64)
@@ -202,12 +204,12 @@ def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: R
         keys[:, :, page] += direction
     q = directions.repeat_interleave(tile_size, 0).expand(1, 6, -1, -1).half()
     means = torch.empty(1, 2, num_pages * rule.num_means, 64, dtype=means_dtype, device=DEVICE)
-    page_scores.summarise(keys.flatten(2, 3).half(), page_size, rule.num_means, means)
+    page_scores.summarize(keys.flatten(2, 3).half(), page_size, rule.num_means, means)
     for interest in (
-        page_scores.interest(q, means, rule=rule, scale=0.125, tile_size=tile_size),
+        page_scores.page_scores(q, means, rule=rule, scale=0.125, tile_size=tile_size),
         launch(q, means, rule, tile_size, scale=0.125),
     ):
-        chosen = page_scores.choose(interest, 2 if rule.has_sink else 1, rule.has_sink)
+        chosen = page_scores.top_pages(interest, 2 if rule.has_sink else 1, rule.has_sink)
         assert chosen.tolist() == [[[0, page] if rule.has_sink else [page] for page in sought]]
 
 
@@ -215,7 +217,7 @@ def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: R
 def test_summarise_writes_means_into_a_part_of_the_table(dtype: torch.dtype) -> None:
     k = normal(2, 24, 3, 8, dtype=dtype).transpose(1, 2)
     table = torch.full((2, 3, 20, 8), 7.0, dtype=dtype, device=DEVICE)
-    page_scores.summarise(k, page_size=12, num_means=3, out_BKMD=table[:, :, 4:10])
+    page_scores.summarize(k, page_size=12, num_means=3, out_BKMD=table[:, :, 4:10])
     for mean in range(6):
         expected = k[:, :, 4 * mean : 4 * mean + 4].double().mean(2).to(dtype)
         torch.testing.assert_close(table[:, :, 4 + mean], expected)
@@ -226,14 +228,14 @@ def test_summarise_writes_means_into_a_part_of_the_table(dtype: torch.dtype) -> 
 def test_means_stay_in_range(dtype: torch.dtype, largest: float) -> None:
     k = torch.tensor([1e6, -1e6, largest, largest * 1.1, 0.3125, 2**-9], device=DEVICE).expand(1, 1, 4, 6)
     means = torch.empty(1, 1, 2, 6, dtype=dtype, device=DEVICE)
-    page_scores.summarise(k, page_size=2, num_means=1, out_BKMD=means)
+    page_scores.summarize(k, page_size=2, num_means=1, out_BKMD=means)
     assert means.float()[0, 0].tolist() == [[largest, -largest, largest, largest, 0.3125, 2**-9]] * 2
 
 
 def test_means_that_do_not_share_a_page_evenly() -> None:
     out = torch.empty(1, 1, 4, 8)
     with pytest.raises(ValueError, match="means_per_page"):
-        page_scores.summarise(torch.zeros(1, 1, 6, 8), page_size=6, num_means=4, out_BKMD=out)
+        page_scores.summarize(torch.zeros(1, 1, 6, 8), page_size=6, num_means=4, out_BKMD=out)
     with pytest.raises(ValueError, match="whole pages"):
-        page_scores.summarise(torch.zeros(1, 1, 7, 8), page_size=6, num_means=2, out_BKMD=out)
+        page_scores.summarize(torch.zeros(1, 1, 7, 8), page_size=6, num_means=2, out_BKMD=out)
     assert [means_per_page("mass", size) for size in (128, 6, 7, 1)] == [2, 2, 1, 1]

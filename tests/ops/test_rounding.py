@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oomb.ops import rounding
-from oomb.ops.rounding import accumulate_, accumulate_reference, add_
+from oomb.ops.rounding import add_, add_stochastic_, add_stochastic_reference
 
 
 def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def test_a_sum_is_rounded_to_one_of_its_neighbours(dtype: torch.dtype) -> None:
     summed = total.float() + share
     below, above = neighbours(summed, dtype)
     bits = torch.randint(0, 2**31 - 1, (4000,), dtype=torch.int32)
-    accumulate_reference(total, share, bits)
+    add_stochastic_reference(total, share, bits)
     is_subnormal = summed.abs() < torch.finfo(dtype).tiny
     assert ((total == below) | (total == above) | is_subnormal).all() and not is_subnormal.all()
     assert (total == below).any() and ((total == above) & (above != below)).any()
@@ -38,7 +38,7 @@ def test_a_sum_is_rounded_to_one_of_its_neighbours(dtype: torch.dtype) -> None:
 def test_what_needs_no_rounding_is_exact(dtype: torch.dtype, bits: int) -> None:
     total = torch.tensor([1.0, -2.0, 0.0, 3.0, 0.5]).to(dtype)
     share = torch.tensor([0.5, 0.25, 0.0, -3.0, 1 / 128])
-    accumulate_reference(total, share, torch.full((5,), bits, dtype=torch.int32))
+    add_stochastic_reference(total, share, torch.full((5,), bits, dtype=torch.int32))
     assert total.tolist() == [1.5, -1.75, 0.0, 0.0, 0.5078125]
 
 
@@ -52,7 +52,7 @@ def test_many_small_shares_arrive(dtype: torch.dtype, sign: int) -> None:
     share = torch.full(shape, sign * step / 32)
     nearest = total.clone()
     for seed in range(1024):
-        accumulate_(total, share, seed)
+        add_stochastic_(total, share, seed)
         nearest += share.to(dtype)
     arrived = (total.double().abs().mean() - 1).item() / (1024 * step / 32)
     if dtype == torch.float32:
@@ -71,7 +71,7 @@ def test_infinities_and_nan_stay(dtype: torch.dtype) -> None:
     total = torch.tensor([inf, -inf, 1.0, 1.0, nan, inf]).to(dtype)
     share = torch.tensor([1.0, 1.0, -inf, nan, 1.0, -inf])
     share.view(torch.int32)[3] = 2**31 - 1
-    accumulate_reference(total, share, torch.full((6,), 2**31 - 1, dtype=torch.int32))
+    add_stochastic_reference(total, share, torch.full((6,), 2**31 - 1, dtype=torch.int32))
     assert total[:3].tolist() == [inf, -inf, -inf] and total[3:].isnan().all()
 
 
@@ -82,7 +82,7 @@ def test_rounding_repeats_with_the_seed(dtype: torch.dtype) -> None:
 
     def summed(seed: int, total: Tensor) -> Tensor:
         torch.rand(3)  # what else is drawn does not matter
-        accumulate_(total, share, seed)
+        add_stochastic_(total, share, seed)
         return total
 
     strided = start.transpose(1, 2).contiguous().transpose(1, 2)
@@ -93,7 +93,7 @@ def test_rounding_repeats_with_the_seed(dtype: torch.dtype) -> None:
     is_rounded = dtype in (torch.bfloat16, torch.float16)
     assert torch.equal(summed(8, start.clone()), first) is not is_rounded
     torch.set_rng_state(state)
-    accumulate_(start.clone(), share, 7)
+    add_stochastic_(start.clone(), share, 7)
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are left alone"
 
 

@@ -21,8 +21,8 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     """Counted without float32 copies, of which the plan says how much they are more."""
     if lora:
         pytest.importorskip("peft")
-    told = report.plan("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
-    [states] = [term.num_bytes for term in told.plan.terms if term.name == forecast.STATES]
+    told = report.plan_step("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
+    [states] = [term.num_bytes for term in told.forecast.terms if term.name == forecast.STATES]
     model = load.load_model("demo", dtype=dtype, device="cpu")
     if lora:
         import peft
@@ -38,10 +38,10 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     with_copies.reserve()
     taken = sum(x.nbytes for home in with_copies._homes.values() for x in home.rows.values())
     assert taken == with_copies.host_bytes
-    said = [line for line in told.lines() if line.startswith("not counted: float32 copies")]
+    said = [line for line in told.notes() if line.startswith("not counted: float32 copies")]
     assert len(said) == (dtype == "bfloat16" and not lora) == bool(told.master_bytes)
 
 
 def test_no_copies_are_spoken_of_where_no_optimizer_keeps_them() -> None:
-    told = report.plan("demo", 4096, H200, optimizer="adamw")
-    assert told.master_bytes and not any("copies" in line for line in told.lines())
+    told = report.plan_step("demo", 4096, H200, optimizer="adamw")
+    assert told.master_bytes and not any("copies" in line for line in told.notes())

@@ -12,12 +12,12 @@ from plans import MIB, TINY, ask
 import oomb
 from oomb.config import Config
 from oomb.engine.batch import Batch
-from oomb.engine.passes import Sequence
+from oomb.engine.passes import ChunkedForward
 from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
-from oomb.planner.forecast import forecast
+from oomb.planner.forecast import forecast_step
 from oomb.planner.hardware import Machine
-from oomb.planner.report import facts_for
+from oomb.planner.report import shape_for
 from oomb.utils.units import GIB
 
 SPARSE = {"chunk_size": 256, "page_size": 64, "page_budget": 3}
@@ -33,7 +33,7 @@ def test_with_chosen_pages_k_and_v_go_to_the_gpu_first() -> None:
     more = ask(config=Config(**SPARSE, gpu_memory=tables + all_kv + 50 * 64 * kv), length=100_000)
     assert (more.gpu_tokens, more.gpu_grad_tokens) == (more.capacity, 50 * 64)
     # Where K and V need no buffers there is less of them.
-    assert more.needed_bytes < some.needed_bytes
+    assert more.fixed_bytes < some.fixed_bytes
 
 
 @pytest.mark.parametrize("gpu_memory", [0, 60_000, "1GiB"])
@@ -47,16 +47,16 @@ def test_what_chosen_pages_take_is_what_is_planned(family: str, dtype: str, gpu_
     engine = oomb.Engine(model, Config(**settings))
     placement = engine.reserve(2, 120)
     batch = Batch(ids=random_ids(2, 120), targets=random_ids(2, 120))
-    sequence = Sequence(engine, batch, trains=True, state=engine.model.state())
-    sequence.open()
+    sequence = ChunkedForward(engine, batch, needs_grad=True, state=engine.model.state())
+    sequence.allocate()
     try:
-        assert sequence.store is not None and sequence.store.chosen is not None
-        chosen = sequence.store.chosen
-        tables = [*chosen.means.values(), *chosen.touched.values(), *chosen.choices.values()]
+        assert sequence.store is not None and sequence.store.selected is not None
+        chosen = sequence.store.selected
+        tables = [*chosen.page_means.values(), *chosen.touched.values(), *chosen.selections.values()]
         planned = {term.name: term.num_bytes for term in placement.terms if term.tier == GPU}
         addresses = 32 * chosen.num_pages * len(chosen.layers)
         assert sum(x.nbytes for x in tables) + addresses == planned["page summaries and choices"]
-        rings = sum(ring.num_bytes for ring in engine.budget.tiers.rings.values())
+        rings = sum(ring.num_bytes for ring in engine.allocator.tiers.rings.values())
         on_gpu = gpu_memory == "1GiB" and dtype == "auto"
         assert rings == planned.get("staging buffers", 0) or (on_gpu and "staging buffers" not in planned)
     finally:
@@ -70,7 +70,7 @@ MEASURED = {49_152: (6.47, 74.91), 65_536: (9.11, 79.76)}
 @pytest.mark.parametrize("context", MEASURED)
 def test_a_step_with_chosen_pages_is_as_planned(context: int) -> None:
     machine = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=100 * GIB, gpu_name="NVIDIA H200")
-    plan = forecast(facts_for("qwen2.5-7b"), Config(page_budget=64), machine, length=context, optimizer="none")
+    plan = forecast_step(shape_for("qwen2.5-7b"), Config(page_budget=64), machine, length=context, optimizer="none")
     seconds, gib = MEASURED[context]
     assert plan.seconds == pytest.approx(seconds, rel=0.06)
     assert plan.peak_gpu_bytes == pytest.approx(gib * GIB, rel=0.01)
@@ -78,11 +78,11 @@ def test_a_step_with_chosen_pages_is_as_planned(context: int) -> None:
 
 def test_time_per_token_hardly_grows() -> None:
     machine = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=300 * GIB, gpu_name="NVIDIA H200")
-    facts = facts_for("qwen2.5-7b")
+    facts = shape_for("qwen2.5-7b")
 
     def per_token(context: int, budget: int | None) -> float:
         config = Config(page_budget=budget, keep_attention=False)
-        seconds = forecast(facts, config, machine, length=context, optimizer="none").seconds
+        seconds = forecast_step(facts, config, machine, length=context, optimizer="none").seconds
         assert seconds is not None
         return seconds / context
 
@@ -92,14 +92,14 @@ def test_time_per_token_hardly_grows() -> None:
 
 def test_eight_bits_are_advised_where_nothing_else_helps() -> None:
     """LoRA in chunks that cannot be smaller, with no room for pages on the GPU."""
-    lean = {"facts": replace(TINY, has_adapters=True), "length": 100_000, "float32_sums": False}
+    lean = {"shape": replace(TINY, has_adapters=True), "length": 100_000, "float32_sums": False}
     settings = {**SPARSE, "checkpoint_layers": True, "keep_attention": False}
     needed = ask(**lean, config=Config(**settings, gpu_memory=0))
     pages = sum(term.num_bytes for term in needed.terms if "pages of" in term.name)
-    tight = needed.needed_bytes + needed.gpu_bytes + MIB
+    tight = needed.fixed_bytes + needed.gpu_bytes + MIB
     lean["config"] = Config(**settings)
     with pytest.raises(oomb.OutOfPages, match='It fits with grad_dtype="int8", or with') as error:
-        ask(**lean, gpu_room=tight, host_room=int(pages / 0.9 * 0.8))
+        ask(**lean, free_gpu_bytes=tight, free_host_bytes=int(pages / 0.9 * 0.8))
     assert 'kv_dtype="int8"' not in str(error.value)
     with pytest.raises(oomb.OutOfPages, match='grad_dtype="int8" and kv_dtype="int8" together'):
-        ask(**lean, gpu_room=tight, host_room=int(pages / 0.9 * 0.65))
+        ask(**lean, free_gpu_bytes=tight, free_host_bytes=int(pages / 0.9 * 0.65))

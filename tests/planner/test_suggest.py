@@ -18,33 +18,37 @@ from hypothesis import strategies as st
 from plans import TINY
 
 from oomb.config import Config
-from oomb.models.shape import ModelFacts
+from oomb.models.shape import ModelShape
 from oomb.planner import report, suggest
-from oomb.planner.forecast import OPTIMIZERS, Plan, forecast
+from oomb.planner.forecast import OPTIMIZERS, StepForecast, forecast_step
 from oomb.planner.hardware import Machine, machine_named
 from oomb.planner.placement import place
-from oomb.planner.suggest import Answer, Recipe, answer
+from oomb.planner.suggest import Suggestion, Suggestions, suggest_settings
 from oomb.utils.units import GIB, parse_bytes
 
 MIB = 1 << 20
 ADAPTED = replace(
-    TINY, has_adapters=True, layer_width=2000, head_grad_bytes=0, grad_bytes=MIB // 4, float32_sum_bytes=0,
-    wide_grad_bytes=MIB // 4, trained_matrix_elements=MIB // 16, trainable_elements=MIB // 16,
+    TINY, has_adapters=True, layer_io_width=2000, head_grad_bytes=0, grad_bytes=MIB // 4, float32_sum_bytes=0,
+    wide_grad_bytes=MIB // 4, trained_params=MIB // 16, trainable_params=MIB // 16,
 )  # fmt: skip
 
 
 @functools.cache
-def facts_for(lora: bool) -> ModelFacts:
-    return report.facts_for("qwen2.5-7b", lora=lora)
+def facts_for(lora: bool) -> ModelShape:
+    return report.shape_for("qwen2.5-7b", lora=lora)
 
 
-def asked_of(plan: Plan, facts: ModelFacts, lora: bool = False, adapted: ModelFacts | None = None) -> Answer:
-    return answer("a model", "bfloat16", lora, facts, plan, lambda: adapted)
+def asked_of(
+    plan: StepForecast, facts: ModelShape, lora: bool = False, adapted: ModelShape | None = None
+) -> Suggestions:
+    return suggest_settings("a model", "bfloat16", lora, facts, plan, lambda: adapted)
 
 
-def seven_billion(length: int, host: float = 119, lora: bool = False, **config: Any) -> tuple[Plan, Answer]:
+def seven_billion(
+    length: int, host: float = 119, lora: bool = False, **config: Any
+) -> tuple[StepForecast, Suggestions]:
     machine, facts = machine_named("H200", int(host * GIB)), facts_for(lora)
-    plan = forecast(facts, Config(**config), machine, length=length)
+    plan = forecast_step(facts, Config(**config), machine, length=length)
     return plan, asked_of(plan, facts, lora, facts_for(True))
 
 
@@ -52,21 +56,29 @@ def seven_billion(length: int, host: float = 119, lora: bool = False, **config: 
 def test_four_million_tokens_on_one_h200(host: float) -> None:
     """LoRA, at every amount of free memory that such a machine was seen to have."""
     plan, told = seven_billion(1 << 22, host, lora=True)
-    assert not plan.fits and told.recipe is not None and told.longest == () and told.elsewhere is None
-    found, changes = told.recipe.plan, told.recipe.changes
+    assert not plan.fits and told.suggestion is not None and told.longest == () and told.larger_machine is None
+    found, changes = told.suggestion.plan, told.suggestion.changes
     assert found.fits and found.length == 1 << 22
     assert (changes["kv_dtype"], changes["grad_dtype"], changes["page_budget"]) == ("int8", "int8", 64)
     assert "lora" not in changes and "optimizer" not in changes
     assert parse_bytes(changes["host_memory"]) <= (host - 3) * GIB
     assert found.seconds is not None and 11 * 60 < found.seconds < 15 * 60
     # Attention to all of the past takes most of a day, and less memory.
-    assert told.exact is not None and told.exact.plan.fits and "page_budget" not in told.exact.changes
-    assert told.exact.plan.seconds is not None and told.exact.plan.seconds > 7 * 3600
+    assert (
+        told.without_sparse is not None
+        and told.without_sparse.plan.fits
+        and "page_budget" not in told.without_sparse.changes
+    )
+    assert told.without_sparse.plan.seconds is not None and told.without_sparse.plan.seconds > 7 * 3600
 
 
 def test_full_training_is_told_how_far_it_reaches() -> None:
     plan, told = seven_billion(1 << 22)
-    assert told.recipe is not None and told.recipe.changes["lora"] is True and "optimizer" not in told.recipe.changes
+    assert (
+        told.suggestion is not None
+        and told.suggestion.changes["lora"] is True
+        and "optimizer" not in told.suggestion.changes
+    )
     [longest] = told.longest
     assert not longest.lora and longest.plan.fits and 3_600_000 < longest.plan.length < 1 << 22
     assert longest.changes["optimizer"] == "offloaded_adamw_8bit"
@@ -75,78 +87,78 @@ def test_full_training_is_told_how_far_it_reaches() -> None:
     # With exactly these settings it is the longest.
     further = longest.plan.length + plan.config.chunk_size
     options: dict[str, Any] = {"optimizer": longest.plan.optimizer}
-    assert not forecast(facts_for(False), longest.plan.config, plan.machine, length=further, **options).fits
+    assert not forecast_step(facts_for(False), longest.plan.config, plan.machine, length=further, **options).fits
 
 
 def test_a_recipe_is_as_mild_as_can_be() -> None:
     """The longer the context, the more it costs: time, then margins, then bits, then what is trained."""
     mild = {"host_memory", "gpu_memory", "optimizer", "page_budget"}
     _, told = seven_billion(1504 << 10)
-    assert told.recipe is not None and set(told.recipe.changes) == {"host_memory", "page_budget"}
+    assert told.suggestion is not None and set(told.suggestion.changes) == {"host_memory", "page_budget"}
     _, told = seven_billion(1700 << 10, keep_attention=False)
-    assert told.recipe is not None and set(told.recipe.changes) <= mild | {"param_grad_dtype"}
+    assert told.suggestion is not None and set(told.suggestion.changes) <= mild | {"param_grad_dtype"}
     _, told = seven_billion(2 << 20)
-    assert told.recipe is not None and set(told.recipe.changes) <= mild | {"grad_dtype"}
+    assert told.suggestion is not None and set(told.suggestion.changes) <= mild | {"grad_dtype"}
     _, told = seven_billion(3 << 20)
-    assert told.recipe is not None and {"grad_dtype", "kv_dtype"} <= set(told.recipe.changes)
+    assert told.suggestion is not None and {"grad_dtype", "kv_dtype"} <= set(told.suggestion.changes)
     # What somebody has switched on, or limited, goes first.
     limited = {"gpu_memory": "1GiB", "host_memory": "1GiB", "keep_attention": True, "checkpoint_layers": False}
     _, told = seven_billion(1 << 17, **limited)
-    assert told.recipe is not None and told.recipe.changes == {"host_memory": "auto"}
+    assert told.suggestion is not None and told.suggestion.changes == {"host_memory": "auto"}
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_smaller_batch_comes_before_all_that_is_approximate(lora: bool) -> None:
     """One sequence at a time gives the same gradient, and its pages are a fourth."""
-    machine, facts = machine_named("A100-80GB", 100 * GIB), report.facts_for("smollm2-135m", lora=lora)
-    plan = forecast(facts, Config(), machine, batch_size=4, length=1 << 20)
+    machine, facts = machine_named("A100-80GB", 100 * GIB), report.shape_for("smollm2-135m", lora=lora)
+    plan = forecast_step(facts, Config(), machine, batch_size=4, length=1 << 20)
     # Four sequences take more than an hour, one does not: no pages are chosen.
     assert not plan.fits and plan.seconds is not None and plan.seconds > 3600
     told = asked_of(plan, facts, lora)
-    assert told.recipe is not None and told.recipe.changes == {"batch_size": 1} and told.exact is None
-    assert told.recipe.plan.fits and told.recipe.plan.batch_size == 1 and told.recipe.accumulation == 4
-    assert " --batch_size 1 " in told.recipe.command
+    assert told.suggestion is not None and told.suggestion.changes == {"batch_size": 1} and told.without_sparse is None
+    assert told.suggestion.plan.fits and told.suggestion.plan.batch_size == 1 and told.suggestion.accumulation == 4
+    assert " --batch_size 1 " in told.suggestion.command
     words = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4"
-    assert words in (told.recipe.train_command or "")
-    assert "per_device_train_batch_size=1, gradient_accumulation_steps=4" in told.recipe.python
+    assert words in (told.suggestion.train_command or "")
+    assert "per_device_train_batch_size=1, gradient_accumulation_steps=4" in told.suggestion.python
     text = "\n".join(told.lines())
     assert "\n  --batch_size 1  one sequence at a time" in text
     assert "each of the 4 sequences of a step takes about 1" in text
     # A limit that somebody has set goes first, and the batch stays.
-    limited = forecast(facts, Config(host_memory=0, gpu_memory=0), machine, batch_size=2, length=1 << 17)
-    stays = asked_of(limited, facts, lora).recipe
+    limited = forecast_step(facts, Config(host_memory=0, gpu_memory=0), machine, batch_size=2, length=1 << 17)
+    stays = asked_of(limited, facts, lora).suggestion
     assert stays is not None and stays.changes == {"host_memory": "auto"} and stays.accumulation == 1
     # Where a sequence alone is too long, it is one by one, and what else it takes.
-    longer = asked_of(forecast(facts, Config(), machine, batch_size=4, length=1 << 22), facts, lora)
-    assert longer.recipe is not None and longer.recipe.changes["batch_size"] == 1
-    assert longer.recipe.changes["grad_dtype"] == "int8"
+    longer = asked_of(forecast_step(facts, Config(), machine, batch_size=4, length=1 << 22), facts, lora)
+    assert longer.suggestion is not None and longer.suggestion.changes["batch_size"] == 1
+    assert longer.suggestion.changes["grad_dtype"] == "int8"
 
 
 def test_states_go_to_the_host_where_the_gpu_is_short() -> None:
     """Weights and gradients of a 7B model fit into 48 GiB, AdamW's states do not."""
     machine, facts = Machine(gpu_bytes=48 * GIB, host_bytes=200 * GIB), facts_for(False)
-    plan = forecast(facts, Config(), machine, length=1 << 16)
+    plan = forecast_step(facts, Config(), machine, length=1 << 16)
     told = asked_of(plan, facts)
-    assert told.recipe is not None and told.recipe.changes == {"optimizer": "offloaded_adamw_bf16"}
-    states = [term for term in told.recipe.plan.terms if term.name == "optimizer states"]
-    assert [(term.tier, term.num_bytes) for term in states] == [("host", 4 * facts.trainable_elements)]
+    assert told.suggestion is not None and told.suggestion.changes == {"optimizer": "offloaded_adamw_bf16"}
+    states = [term for term in told.suggestion.plan.terms if term.name == "optimizer states"]
+    assert [(term.tier, term.num_bytes) for term in states] == [("host", 4 * facts.trainable_params)]
     # A host that is too small for those, but not for smaller ones.
-    crowded = forecast(
+    crowded = forecast_step(
         facts, Config(), replace(machine, host_bytes=24 * GIB), length=1 << 16, optimizer="offloaded_adamw_bf16"
     )
     assert crowded.problem is not None and crowded.longest_context == 0
     assert crowded.problem.endswith("states take 28.37 GiB of host memory, and 24.00 GiB are free.")
-    plan = forecast(facts, Config(), replace(machine, host_bytes=24 * GIB), length=1 << 16)
-    smaller = asked_of(plan, facts).recipe
+    plan = forecast_step(facts, Config(), replace(machine, host_bytes=24 * GIB), length=1 << 16)
+    smaller = asked_of(plan, facts).suggestion
     assert smaller is not None and smaller.changes["optimizer"] == "offloaded_adamw_8bit"
     # Where the host is too small for any, they stay, and something else gives way.
     tight = replace(H200, host_bytes=8 * GIB)
-    plan = forecast(facts, Config(), tight, length=800_000)
-    stays = asked_of(plan, facts).recipe
+    plan = forecast_step(facts, Config(), tight, length=800_000)
+    stays = asked_of(plan, facts).suggestion
     assert stays is not None and stays.plan.fits and "optimizer" not in stays.changes
     for optimizer in ("none", "sgd", "momentum"):
-        plan = forecast(facts, Config(), replace(machine, gpu_bytes=30 * GIB), length=1 << 16, optimizer=optimizer)
-        found = asked_of(plan, facts, adapted=facts_for(True)).recipe
+        plan = forecast_step(facts, Config(), replace(machine, gpu_bytes=30 * GIB), length=1 << 16, optimizer=optimizer)
+        found = asked_of(plan, facts, adapted=facts_for(True)).suggestion
         assert found is not None and "optimizer" not in found.changes
 
 
@@ -154,7 +166,7 @@ H200 = machine_named("H200", 119 * GIB)
 
 plans = st.builds(
     lambda config, length, gpu, host, batch_size, optimizer, lora: (
-        forecast(
+        forecast_step(
             ADAPTED if lora else TINY,
             config,
             Machine(gpu_bytes=GIB // 2 + gpu, host_bytes=host, gpu_name="H200"),
@@ -185,24 +197,24 @@ plans = st.builds(
 
 @settings(max_examples=60)
 @given(plans)
-def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
+def test_what_is_told_is_true(given: tuple[StepForecast, bool]) -> None:
     plan, lora = given
     facts = ADAPTED if lora else TINY
     told = asked_of(plan, facts, lora, ADAPTED)
     if plan.fits:
-        assert told == Answer(), "a step of minutes needs no advice"
+        assert told == Suggestions(), "a step of minutes needs no advice"
         return
-    assert (told.recipe is None) == (told.elsewhere is not None)
-    for found in (told.recipe, *told.longest, told.elsewhere):
+    assert (told.suggestion is None) == (told.larger_machine is not None)
+    for found in (told.suggestion, *told.longest, told.larger_machine):
         if found is None:
             continue
-        assert found.plan.fits and found.changes.keys() <= suggest.MEANINGS.keys()
+        assert found.plan.fits and found.changes.keys() <= suggest.EXPLANATIONS.keys()
         # Applied as a Config, it is the same plan.
         changes = dict(found.changes)
         optimizer = changes.pop("optimizer", plan.optimizer)
         batch_size = changes.pop("batch_size", plan.batch_size)
         mine = ADAPTED if changes.pop("lora", lora) else TINY
-        again = forecast(
+        again = forecast_step(
             mine,
             replace(plan.config, **changes),
             found.plan.machine,
@@ -213,32 +225,34 @@ def test_what_is_told_is_true(given: tuple[Plan, bool]) -> None:
         assert again == found.plan
     for found in told.longest:
         assert found.plan.length < plan.length and found.plan.machine == plan.machine
-    if told.recipe is None:
-        assert told.elsewhere is not None
-        there, here = told.elsewhere.plan.machine, plan.machine
+    if told.suggestion is None:
+        assert told.larger_machine is not None
+        there, here = told.larger_machine.plan.machine, plan.machine
         assert there.gpu_bytes > here.gpu_bytes or there.host_bytes > here.host_bytes
-        mine = ADAPTED if told.elsewhere.lora else TINY
+        mine = ADAPTED if told.larger_machine.lora else TINY
         for name in ("gpu_bytes", "host_bytes"):
             if getattr(there, name) > getattr(here, name):
                 smaller = replace(there, **{name: int(0.9 * getattr(there, name))})
                 sizes: dict[str, Any] = {"batch_size": plan.batch_size, "length": plan.length}
-                less = forecast(mine, plan.config, smaller, optimizer=plan.optimizer, **sizes)
-                assert not less.fits and asked_of(less, mine, told.elsewhere.lora).recipe is None, name
+                less = forecast_step(mine, plan.config, smaller, optimizer=plan.optimizer, **sizes)
+                assert not less.fits and asked_of(less, mine, told.larger_machine.lora).suggestion is None, name
         return
-    assert told.recipe.plan.machine == plan.machine and told.recipe.plan.length == plan.length
+    assert told.suggestion.plan.machine == plan.machine and told.suggestion.plan.length == plan.length
     # And nothing of it is needless. Brims are worth what the rest leaves them, so they stay as they are.
-    for name in set(told.recipe.changes) - {"page_budget", "page_size", "lora"}:
-        config, optimizer = told.recipe.plan.config, told.recipe.plan.optimizer
-        batch_size = told.recipe.plan.batch_size
+    for name in set(told.suggestion.changes) - {"page_budget", "page_size", "lora"}:
+        config, optimizer = told.suggestion.plan.config, told.suggestion.plan.optimizer
+        batch_size = told.suggestion.plan.batch_size
         if name == "optimizer":
             optimizer = plan.optimizer
         elif name == "batch_size":
             batch_size = plan.batch_size
         else:
             config = replace(config, **{name: getattr(plan.config, name)})
-        mine = ADAPTED if told.recipe.lora else TINY
-        without = forecast(mine, config, plan.machine, batch_size=batch_size, length=plan.length, optimizer=optimizer)
-        assert not without.fits or "gpu_memory" in told.recipe.changes, name
+        mine = ADAPTED if told.suggestion.lora else TINY
+        without = forecast_step(
+            mine, config, plan.machine, batch_size=batch_size, length=plan.length, optimizer=optimizer
+        )
+        assert not without.fits or "gpu_memory" in told.suggestion.changes, name
 
 
 CASES = {
@@ -323,58 +337,60 @@ def test_the_documents_show_what_it_prints() -> None:
 def test_hours_are_remarked_on() -> None:
     plan, told = seven_billion(1536 << 10, host=200)
     assert plan.fits and plan.seconds is not None and plan.seconds > 3600
-    assert told.recipe is None and told.faster is not None and told.faster.changes == {"page_budget": 64}
+    assert told.suggestion is None and told.with_sparse is not None and told.with_sparse.changes == {"page_budget": 64}
     [line] = told.lines()
     assert line.startswith("With --page_budget 64 it takes about 4 m") and "an approximation" in line
     # Not where it takes minutes, where pages are chosen as it is, or where chunks are no whole pages.
-    assert seven_billion(1 << 18)[1] == Answer()
-    assert seven_billion(1536 << 10, host=200, page_budget=32)[1] == Answer()
-    assert seven_billion(1536 << 10, host=200, chunk_size=4000)[1] == Answer()
+    assert seven_billion(1 << 18)[1] == Suggestions()
+    assert seven_billion(1536 << 10, host=200, page_budget=32)[1] == Suggestions()
+    assert seven_billion(1536 << 10, host=200, chunk_size=4000)[1] == Suggestions()
     facts, unknown = facts_for(False), Machine(gpu_bytes=H200.gpu_bytes, host_bytes=200 * GIB)
-    told = asked_of(forecast(facts, Config(), unknown, length=1536 << 10), facts)
+    told = asked_of(forecast_step(facts, Config(), unknown, length=1536 << 10), facts)
     [line] = told.lines()
     assert line.startswith("With --page_budget 64 it is more than 3 times as fast"), "whatever GPU it is"
     # A window does what chosen pages would.
     windowed = replace(facts, layers=tuple(replace(layer, window=1 << 17) for layer in facts.layers))
-    slow = forecast(windowed, Config(keep_attention=False), replace(H200, host_bytes=2**42), length=1 << 24)
+    slow = forecast_step(windowed, Config(keep_attention=False), replace(H200, host_bytes=2**42), length=1 << 24)
     assert slow.fits and slow.seconds is not None and slow.seconds > 3600
-    assert asked_of(slow, windowed) == Answer()
+    assert asked_of(slow, windowed) == Suggestions()
 
 
 def test_short_chunks_make_no_promise() -> None:
-    pace = forecast(facts_for(True), Config(chunk_size=512), H200, length=1 << 17).pace
+    pace = forecast_step(facts_for(True), Config(chunk_size=512), H200, length=1 << 17).step_time_text
     assert pace.startswith("more than ") and "not measured" not in pace
-    assert forecast(facts_for(True), Config(), H200, length=1 << 17).pace.startswith("about ")
-    assert forecast(facts_for(True), Config(), machine_named("H100", 2**37), length=1 << 17).pace.endswith("measured")
+    assert forecast_step(facts_for(True), Config(), H200, length=1 << 17).step_time_text.startswith("about ")
+    assert forecast_step(
+        facts_for(True), Config(), machine_named("H100", 2**37), length=1 << 17
+    ).step_time_text.endswith("measured")
 
 
 def test_where_nothing_helps() -> None:
     _, told = seven_billion(1 << 24)
-    assert told.recipe is None and [found.lora for found in told.longest] == [False, True]
-    assert told.elsewhere is not None and told.elsewhere.plan.length == 1 << 24
+    assert told.suggestion is None and [found.lora for found in told.longest] == [False, True]
+    assert told.larger_machine is not None and told.larger_machine.plan.length == 1 << 24
     text = "\n".join(told.lines())
     [size] = re.findall(r"No setting makes it fit here. It takes ([\d.]+) GiB of free host memory, with --lora", text)
     _, there = seven_billion(1 << 24, host=float(size), lora=True)
-    assert there.recipe is not None and there.recipe.plan.length == 1 << 24
-    assert seven_billion(1 << 24, host=float(size) * 0.9, lora=True)[1].recipe is None
+    assert there.suggestion is not None and there.suggestion.plan.length == 1 << 24
+    assert seven_billion(1 << 24, host=float(size) * 0.9, lora=True)[1].suggestion is None
     # A GPU on which the weights do not fit: no host helps.
     small = Machine(gpu_bytes=8 * GIB, host_bytes=64 * GIB)
-    plan = forecast(facts_for(False), Config(), small, length=8192)
+    plan = forecast_step(facts_for(False), Config(), small, length=8192)
     told = asked_of(plan, facts_for(False), adapted=facts_for(True))
     [size] = re.findall(r"It takes a GPU of ([\d.]+) GiB, with --lora", "\n".join(told.lines()))
     for gpu, fits in ((float(size), True), (float(size) - 0.1, False)):
-        plan = forecast(facts_for(False), Config(), replace(small, gpu_bytes=int(gpu * GIB)), length=8192)
-        assert (asked_of(plan, facts_for(False), adapted=facts_for(True)).recipe is not None) == fits
+        plan = forecast_step(facts_for(False), Config(), replace(small, gpu_bytes=int(gpu * GIB)), length=8192)
+        assert (asked_of(plan, facts_for(False), adapted=facts_for(True)).suggestion is not None) == fits
     # Positions that nobody has learned are not to be had for memory.
     learned = replace(TINY, num_positions=1000)
-    assert asked_of(forecast(learned, Config(), H200, length=1001), learned) == Answer()
+    assert asked_of(forecast_step(learned, Config(), H200, length=1001), learned) == Suggestions()
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_where_the_gpu_and_the_host_are_too_small(lora: bool) -> None:
     """The smallest GPU is named with the host memory that it takes: a GPU that makes up for the host is larger."""
     small, length = Machine(gpu_bytes=12 * GIB, host_bytes=8 * GIB), 1 << 19
-    plan = forecast(facts_for(lora), Config(), small, length=length)
+    plan = forecast_step(facts_for(lora), Config(), small, length=length)
     told = asked_of(plan, facts_for(lora), lora, facts_for(True))
     text = "\n".join(told.lines())
     [(gpu, host)] = re.findall(r"It takes a GPU of ([\d.]+) GiB and ([\d.]+) GiB of free host memory, with ", text)
@@ -382,8 +398,8 @@ def test_where_the_gpu_and_the_host_are_too_small(lora: bool) -> None:
 
     def fits(gpu: float, host: float) -> bool:
         machine = Machine(gpu_bytes=int(gpu * GIB), host_bytes=int(host * GIB))
-        plan = forecast(facts_for(True), Config(), machine, length=length)
-        return plan.fits or asked_of(plan, facts_for(True), True).recipe is not None
+        plan = forecast_step(facts_for(True), Config(), machine, length=length)
+        return plan.fits or asked_of(plan, facts_for(True), True).suggestion is not None
 
     assert fits(float(gpu), float(host))
     assert not fits(0.9 * float(gpu), float(host)) and not fits(float(gpu), 0.9 * float(host))
@@ -391,17 +407,19 @@ def test_where_the_gpu_and_the_host_are_too_small(lora: bool) -> None:
     remark = "oomb train --load_in_4bit keeps them in about a quarter; the plan does not count it."
     assert text.endswith(remark)
     # The weights fit, all else does not.
-    plan = forecast(facts_for(True), Config(), replace(small, gpu_bytes=int(15.5 * GIB)), length=length)
+    plan = forecast_step(facts_for(True), Config(), replace(small, gpu_bytes=int(15.5 * GIB)), length=length)
     text = "\n".join(asked_of(plan, facts_for(True), True).lines())
     assert "It takes a GPU of " in text and "4bit" not in text
     # And full training has none that are frozen.
-    text = "\n".join(asked_of(forecast(facts_for(False), Config(), small, length=length), facts_for(False)).lines())
+    text = "\n".join(
+        asked_of(forecast_step(facts_for(False), Config(), small, length=length), facts_for(False)).lines()
+    )
     assert "It takes a GPU of " in text and "4bit" not in text
 
 
 def test_without_peft_it_says_what_to_install() -> None:
     small = Machine(gpu_bytes=24 * GIB, host_bytes=64 * GIB)
-    plan = forecast(facts_for(False), Config(), small, length=8192)
+    plan = forecast_step(facts_for(False), Config(), small, length=8192)
     text = "\n".join(asked_of(plan, facts_for(False)).lines())
     assert "where peft is installed: pip install peft." in text and "--lora" not in text
     assert "install" not in "\n".join(asked_of(plan, facts_for(False), adapted=facts_for(True)).lines())
@@ -418,9 +436,9 @@ def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recipe_reads_well() -> None:
-    plan = forecast(TINY, Config(), H200, length=100)
-    whole: Recipe = replace(
-        Recipe(model="my model", dtype="bfloat16", lora=True, was_lora=False, asked=plan, plan=plan),
+    plan = forecast_step(TINY, Config(), H200, length=100)
+    whole: Suggestion = replace(
+        Suggestion(model="my model", dtype="bfloat16", lora=True, was_lora=False, asked=plan, plan=plan),
         plan=replace(
             plan,
             optimizer="offloaded_adamw_8bit",

@@ -57,7 +57,7 @@ def facts_for(name: str, *, dtype: str, lora: bool) -> Any:
     return facts_for_model(name, dtype=dtype, lora=lora)
 
 
-facts_for_model = report.facts_for
+facts_for_model = report.shape_for
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +253,7 @@ def test_a_full_fine_tune(here: Path) -> None:
     assert names["optimizer"].master_weights
     before = load("base").to(torch.bfloat16)
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), names["model"].parameters(), strict=True))
-    numbers = report.facts_for("qwen2.5-7b", dtype="bfloat16", lora=False, config=None).trainable_elements
+    numbers = report.shape_for("qwen2.5-7b", dtype="bfloat16", lora=False, config=None).trainable_params
     text = page.read_text()
     assert f"{4 * numbers / 2**30:.1f} GiB for\n  Qwen2.5-7B" in text
     assert 256 - 4 * numbers / 2**30 == pytest.approx(227, abs=1)

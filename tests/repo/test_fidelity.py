@@ -204,13 +204,13 @@ def test_the_documents_say_nothing_before_it_is_measured(
 def test_summaries_are_stored_as_asked_for(
     command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, file: str
 ) -> None:
-    dtypes, summarise = [], page_scores.summarise
+    dtypes, summarise = [], page_scores.summarize
 
     def note(k: torch.Tensor, page_size: int, num_means: int, out: torch.Tensor) -> None:
         dtypes.append(out.dtype)
         summarise(k, page_size, num_means, out)
 
-    monkeypatch.setattr(page_scores, "summarise", note)
+    monkeypatch.setattr(page_scores, "summarize", note)
     monkeypatch.chdir(tmp_path)
     shape = arguments(Path("unused"))
     del shape[shape.index("--out") :]

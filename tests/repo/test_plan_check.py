@@ -23,8 +23,8 @@ import update_tables
 
 from oomb.config import Config
 from oomb.models import load
-from oomb.models.probe import facts_of
-from oomb.planner.forecast import forecast
+from oomb.models.probe import model_shape
+from oomb.planner.forecast import forecast_step
 from oomb.planner.hardware import Machine
 from oomb.utils.units import GIB
 
@@ -167,8 +167,8 @@ def test_a_rehearsal_has_fewer_layers_and_says_so(machine: list[Machine], tmp_pa
     [row] = report["rows"]
     assert report["layers"] == row["layers"] == 1 and "a rehearsal: --layers 1" in done.output
     plans = [
-        forecast(
-            facts_of(load.load_model("demo", num_layers=num_layers)), Config(**row["settings"]), machine[0],
+        forecast_step(
+            model_shape(load.load_model("demo", num_layers=num_layers)), Config(**row["settings"]), machine[0],
             length=8192, optimizer="none",
         )
         for num_layers in (1, 2)

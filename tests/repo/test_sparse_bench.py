@@ -174,7 +174,7 @@ FILL_NAMES = [
     ("void at::native::vectorized_elementwise_kernel<4, clamp>", "selection"),
     ("means_lse_kernel", "selection"),
     ("merge_lse_kernel", "selection"),
-    ("interest_kernel", "selection"),
+    ("page_scores_kernel", "selection"),
     ("void at::native::sbtopk::gatherTopK<long, unsigned int, 3, false>", "selection"),
     ("void at::native::bitonicSortKVInPlace<2, -1, 16, 16, int, long>", "selection"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x128", "own chunk"),
@@ -217,9 +217,9 @@ RECORD = [
     Kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 9 * MICRO, 10 * MICRO, 7),
     Kernel("nvjet_a", 11 * MICRO, 40 * MICRO, 7),
     Kernel("dq_kernel", 35 * MICRO, 50 * MICRO, 7),  # begins before its forerunner has ended
-    Kernel("move_kernel", 20 * MICRO, 90 * MICRO, 21),
+    Kernel("copy_pages", 20 * MICRO, 90 * MICRO, 21),
     Kernel("dkv_kernel", 110 * MICRO, 150 * MICRO, 7),
-    Kernel("move_kernel", 120 * MICRO, 300 * MICRO, 21),
+    Kernel("copy_pages", 120 * MICRO, 300 * MICRO, 21),
     Kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 152 * MICRO, 153 * MICRO, 7),
     Kernel("nvjet_after", 154 * MICRO, 200 * MICRO, 7),
 ]

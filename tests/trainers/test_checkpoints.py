@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint-2"
-    with checkpoints.written(folder) as partial:
+    with checkpoints.write(folder) as partial:
         (partial / "model.safetensors").write_text("weights")
         assert names(folder.parent) == {f".checkpoint-2.partial-{os.getpid()}"}
         assert checkpoints.find(folder.parent) == []
@@ -44,8 +44,8 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
 def test_nothing_is_left_of_one_that_failed(tmp_path: Path, error: type[BaseException]) -> None:
     write(tmp_path / "checkpoint-1")
-    raised = checkpoints.NotSaved if error is OSError else error
-    with pytest.raises(raised), checkpoints.written(tmp_path / "checkpoint-2") as partial:
+    raised = checkpoints.CheckpointNotSaved if error is OSError else error
+    with pytest.raises(raised), checkpoints.write(tmp_path / "checkpoint-2") as partial:
         (partial / "model.safetensors").write_text("half")
         raise error
     assert names(tmp_path) == {"checkpoint-1"}
@@ -162,7 +162,7 @@ def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
         # Made before the process that has this number now.
         os.utime(reused, times=(1e9, 1e9))
         (tmp_path / ".checkpoint-8.notes").mkdir()
-        checkpoints.clean(tmp_path)
+        checkpoints.remove_leftovers(tmp_path)
     finally:
         process.communicate(b"\n")
     kept = {"checkpoint-1", "checkpoint-2", "checkpoint-3", alive.name, ".checkpoint-8.notes"}
@@ -227,7 +227,7 @@ def test_a_process_that_ends_at_any_moment_leaves_no_broken_checkpoint(tmp_path:
             checkpoints.check(path)
             assert len(names(path)) == 4
         in_the_middle |= {name.rsplit("-", 1)[0] for name in found if name.startswith(".")}
-        checkpoints.clean(folder)
+        checkpoints.remove_leftovers(folder)
         assert not [name for name in names(folder) if name.startswith(".")]
         assert checkpoints.latest(folder) in (folder / "checkpoint-2", folder / "checkpoint-3")
         text = (folder / "checkpoint-2" / "model.safetensors").read_text()
@@ -294,7 +294,9 @@ def test_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     fail_from(monkeypatch, torch, "save", 4)
     trainer = trainer_in(tmp_path)
     for attempt in (trainer.train, trainer.save_checkpoint):
-        with pytest.raises(checkpoints.NotSaved, match=r"checkpoint-4 was not written .* the newest is checkpoint-3"):
+        with pytest.raises(
+            checkpoints.CheckpointNotSaved, match=r"checkpoint-4 was not written .* the newest is checkpoint-3"
+        ):
             attempt()
         assert names(tmp_path) == {f"checkpoint-{step}" for step in (1, 2, 3)}
     # Somebody has made room.
@@ -306,7 +308,9 @@ def test_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_disk_known_to_be_too_small_is_not_filled_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(checkpoints.NotSaved, match=r"it takes about [\d,]+ bytes.*, 100 bytes are free in") as caught:
+    with pytest.raises(
+        checkpoints.CheckpointNotSaved, match=r"it takes about [\d,]+ bytes.*, 100 bytes are free in"
+    ) as caught:
         train(tmp_path, save_steps=4)
     assert names(tmp_path) == set()
     needed = int(str(caught.value).split("about ")[1].split(" bytes")[0].replace(",", ""))

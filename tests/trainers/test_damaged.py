@@ -20,7 +20,7 @@ from trainings import CHUNKED, Samples, arguments, quick_collection, tiny_model
 
 import oomb
 from oomb.cli.train import save
-from oomb.data.tokens import Windows
+from oomb.data.tokens import Examples
 from oomb.models import load
 from oomb.trainers import checkpoints
 
@@ -30,7 +30,7 @@ TOY = [*TOY_RUN, "--max_steps", "5"]
 
 def test_a_changed_byte_of_a_large_file_is_seen_wherever_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
-    with checkpoints.written(folder) as partial:
+    with checkpoints.write(folder) as partial:
         (partial / "optimizer.pt").write_bytes(os.urandom(1 << 20) * 80)
         (partial / checkpoints.STATE).write_text('{"global_step": 1}')
     checkpoints.check(folder)
@@ -187,7 +187,7 @@ def test_oomb_train_names_the_older_checkpoint(places: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["token id", "RuntimeError"])
 def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    read, calls = Windows.__getitem__, 0
+    read, calls = Examples.__getitem__, 0
 
     def spoiled(self: Any, index: int) -> dict[str, torch.Tensor]:
         nonlocal calls
@@ -199,7 +199,7 @@ def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest
             example["input_ids"][7] = 9999
         return example
 
-    monkeypatch.setattr(Windows, "__getitem__", spoiled)
+    monkeypatch.setattr(Examples, "__getitem__", spoiled)
     done = invoke("train", *TOY)
     monkeypatch.undo()
     monkeypatch.chdir(places / "work")

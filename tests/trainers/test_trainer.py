@@ -23,7 +23,7 @@ from transformers import (
 
 import oomb
 from oomb.engine import allocator
-from oomb.models.hooks import is_checkpointing, switch_checkpointing
+from oomb.models.hooks import is_checkpointing, set_checkpointing
 from oomb.trainers import arguments as arguments_module
 from oomb.trainers import trainer as trainer_module
 
@@ -212,7 +212,7 @@ def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path, nam
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel], ids=["plain", "wrapped"])
 def test_checkpointing_of_the_model_is_taken_over_with_a_message(tmp_path: Path, wrap: Any) -> None:
     model = tiny_model()
-    switch_checkpointing(model, on=True)
+    set_checkpointing(model, on=True)
     assert is_checkpointing(model)
     with pytest.warns(UserWarning, match="switched off"):
         oomb.Trainer(wrap(model), arguments(tmp_path, remove_unused_columns=False))
@@ -466,7 +466,7 @@ def test_room_on_the_gpu_is_left_for_states_that_will_be_there_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms: list[int] = []
-    decide = allocator.decide
+    decide = allocator.place_or_raise
     monkeypatch.setattr(
         allocator, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
     )

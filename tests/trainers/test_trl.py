@@ -18,8 +18,8 @@ from trl_data import CHUNKED, LORA, SETTINGS, adapted, assert_same_weights, data
 
 import oomb
 import oomb.trainers.trl_base
-from oomb.ops.logprob import IGNORED
-from oomb.trainers.trl_base import Forward, notes_of
+from oomb.ops.logprob import IGNORE_INDEX
+from oomb.trainers.trl_base import EngineForward, token_stats
 
 trl = pytest.importorskip("trl")
 
@@ -169,7 +169,7 @@ def test_every_kind_of_sft_is_trls(tmp_path: Path, folder: str, data: Any, optio
     assert_same_weights(ours.model, theirs.model, load(folder).state_dict(), tolerance=1e-3)
     if data is chats:
         labels = next(iter(ours.get_train_dataloader()))["labels"]
-        assert 0 < (labels != IGNORED).sum() < 0.6 * labels.numel()
+        assert 0 < (labels != IGNORE_INDEX).sum() < 0.6 * labels.numel()
 
 
 def test_rows_without_padding_train_as_padded_ones(tmp_path: Path, folder: str) -> None:
@@ -256,7 +256,7 @@ def test_metrics_get_logprobs(tmp_path: Path, folder: str, kind: str, data: Any)
     assert seen["predictions"].shape == seen["labels"].shape
     assert seen["predictions"].min() < -1 and seen["predictions"].max() == 0
     if kind == "SFT":
-        counted = seen["labels"][:, 1:] != IGNORED
+        counted = seen["labels"][:, 1:] != IGNORE_INDEX
         assert -seen["predictions"][:, 1:][counted].mean() == pytest.approx(result["eval_loss"], rel=1e-5)
 
 
@@ -365,7 +365,7 @@ def test_batches_it_would_misread_are_refused(tmp_path: Path, folder: str) -> No
     with pytest.raises(ValueError, match=r"the batch has token_type_ids.*padded on the right"):
         trainer.train()
     ids = torch.arange(20)[None]
-    forward = Forward(trainer.engine, trainer.accelerator.autocast)
+    forward = EngineForward(trainer.engine, trainer.accelerator.autocast)
     with pytest.raises(ValueError, match="asks for logits"):
         forward(input_ids=ids, labels=ids)
     with pytest.raises(ValueError, match="no labels"):
@@ -384,14 +384,14 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
     noted = ("entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
     ids = torch.randint(3, 40, (2, 45))
     labels = ids.clone()
-    labels[0, :30] = labels[1, 5:26] = IGNORED
+    labels[0, :30] = labels[1, 5:26] = IGNORE_INDEX
     logits = engine.model.lm(ids).logits[:, :-1].detach()
     logp = logits.log_softmax(-1)
     # A label that the model finds likeliest, so that not all are wrong.
     labels[:, 40] = logits[:, 39].argmax(-1)
-    counts = labels[:, 1:] != IGNORED
+    counts = labels[:, 1:] != IGNORE_INDEX
     plain = engine.head
-    answer = Forward(engine, torch.enable_grad, noted)(input_ids=ids, labels=labels, fused_lm_head=True)
+    answer = EngineForward(engine, torch.enable_grad, noted)(input_ids=ids, labels=labels, fused_lm_head=True)
     assert engine.head is plain
     expected = {
         "entropy": -(logp.exp() * logp).sum(-1),
@@ -405,9 +405,9 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
         torch.testing.assert_close(getattr(answer, name), value.masked_fill(~counts, 0), msg=name)
     assert 2 <= answer.is_top1.sum() < counts.sum()
 
-    whole = notes_of(logits.flatten(0, 1), noted)
+    whole = token_stats(logits.flatten(0, 1), noted)
     monkeypatch.setattr("oomb.trainers.trl_base.PLAIN_TILE", 7 * logits.shape[-1])
-    for name, value in notes_of(logits.flatten(0, 1), noted).items():
+    for name, value in token_stats(logits.flatten(0, 1), noted).items():
         torch.testing.assert_close(value, whole[name])
 
 
@@ -417,7 +417,9 @@ def test_documents_are_told_apart_by_numbers_in_the_mask(folder: str) -> None:
     documents = [torch.randint(3, 40, (n,)) for n in (20, 9)]
     ids = torch.cat(documents)[None]
     mask = torch.cat([torch.full((len(document),), 1 + i) for i, document in enumerate(documents)])[None]
-    answer = Forward(engine, torch.enable_grad)(input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True)
+    answer = EngineForward(engine, torch.enable_grad)(
+        input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True
+    )
     expected = torch.cat(engine.logprobs(documents))[None, 1:]
     torch.testing.assert_close(answer.log_probs, expected)
     assert torch.equal(answer.label_mask, expected != 0)
@@ -425,9 +427,9 @@ def test_documents_are_told_apart_by_numbers_in_the_mask(folder: str) -> None:
 
 def test_a_batch_without_labels_that_count_is_a_zero(folder: str) -> None:
     model = load(folder)
-    forward = Forward(oomb.Engine(model, CHUNKED), torch.enable_grad, ("entropy", "is_top1"))
+    forward = EngineForward(oomb.Engine(model, CHUNKED), torch.enable_grad, ("entropy", "is_top1"))
     ids = torch.randint(3, 40, (1, 40))
-    answer = forward(input_ids=ids, labels=torch.full_like(ids, IGNORED), fused_lm_head=True)
+    answer = forward(input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX), fused_lm_head=True)
     assert answer.log_probs.sum() == 0 and answer.entropy.sum() == 0 and not answer.label_mask.any()
     answer.log_probs.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())

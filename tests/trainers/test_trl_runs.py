@@ -41,7 +41,7 @@ def test_states_of_adamw_rest_in_host_memory_and_resume(
         )
 
     whole, resumed, plain = trainer(tmp_path, name), trainer(tmp_path, name), trainer(tmp_path / "plain", None)
-    assert whole.engine.budget.has_states_on_host and not plain.engine.budget.has_states_on_host
+    assert whole.engine.allocator.optimizer_on_host and not plain.engine.allocator.optimizer_on_host
     for one in (whole, plain):
         one.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

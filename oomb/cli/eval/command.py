@@ -118,7 +118,7 @@ def eval_(
             load.check_model_name(model)
         quiet()
         from oomb.cli.eval.run import run
-        from oomb.eval.evaluate import Settings
+        from oomb.eval.evaluate import EvalSettings
         from oomb.eval.needles import NeedleSettings
 
         needle = None
@@ -130,7 +130,7 @@ def eval_(
                 num_haystacks=needle_haystacks,
                 seed=seed,
             )
-        chosen = Settings(
+        chosen = EvalSettings(
             model_name_or_path=model,
             **reading,
             max_length=length,

@@ -23,7 +23,7 @@ from oomb.data.dataset import unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.engine.engine import Engine
-from oomb.eval.evaluate import Settings, evaluate, read_windows, tokenizer_for, tokenizer_name_of
+from oomb.eval.evaluate import EvalSettings, evaluate, read_windows, tokenizer_for, tokenizer_name_of
 from oomb.eval.needles import build_haystacks
 from oomb.eval.samples import sample_text
 from oomb.models import load
@@ -39,7 +39,7 @@ PROMPT_SIZE = 64
 """Tokens of text that a sample goes on from."""
 
 
-def run(settings: Settings, console: Console) -> dict[str, Any]:
+def run(settings: EvalSettings, console: Console) -> dict[str, Any]:
     """Evaluates, prints tables, and returns what it writes to `settings.output`."""
     started = time.monotonic()
     config = Config.from_dict(settings.engine)
@@ -90,7 +90,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
 
 
 def _describe(
-    settings: Settings, base: str | None, split: Split, windows: list[dict[str, Tensor]], console: Console
+    settings: EvalSettings, base: str | None, split: Split, windows: list[dict[str, Tensor]], console: Console
 ) -> None:
     """What is read, in a few lines."""
     num, asked = len(windows), settings.max_eval_samples
@@ -114,7 +114,7 @@ def _describe(
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _check_positions(settings: Settings, config: PretrainedConfig, console: Console) -> None:
+def _check_positions(settings: EvalSettings, config: PretrainedConfig, console: Console) -> None:
     longest = max(settings.max_length, *(settings.needle.lengths if settings.needle is not None else (0,)))
     positions = load.positions_of(config)
     if positions is not None and longest > positions:
@@ -160,7 +160,7 @@ def _showing(engine: Engine, lengths: list[int], console: Console) -> Iterator[N
         engine.progress = before
 
 
-def _print(found: dict[str, Any], settings: Settings, console: Console) -> None:
+def _print(found: dict[str, Any], settings: EvalSettings, console: Console) -> None:
     console.print(position_table(found["perplexity"], f"{settings.model_name_or_path} on {settings.dataset}"))
     if "needle" in found:
         console.print(needle_table(found["needle"]))

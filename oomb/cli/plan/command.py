@@ -75,7 +75,7 @@ def plan(
 
         if plot is not None:
             report.check_plotting(plot)
-        forecast = report.plan(
+        forecast = report.plan_step(
             model_name_or_path,
             length,
             hardware.find_machine(gpu, host),
@@ -88,9 +88,9 @@ def plan(
         )
         console = Console()
         console.print(forecast.table())
-        for line in forecast.lines():
+        for line in forecast.notes():
             console.print(line, highlight=False, soft_wrap=True)
         for path, write in ((output, forecast.save), (plot, forecast.plot)):
             if path is not None:
                 console.print(f"written to {write(path)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if forecast.plan.fits else EXIT_DOES_NOT_FIT)
+    raise typer.Exit(0 if forecast.forecast.fits else EXIT_DOES_NOT_FIT)

@@ -59,14 +59,14 @@ def setting_of(name: str) -> str:
     return MEANT.get(name, name)
 
 
-def refuse_foreign(args: list[str]) -> None:
+def reject_foreign(args: list[str]) -> None:
     """Flags of settings that are not here."""
     for arg in args:
         if arg.startswith("--"):
             setting_of(arg[2:].partition("=")[0])
 
 
-def refuse_two_values(args: list[str]) -> None:
+def reject_two_values(args: list[str]) -> None:
     """A command line on which a setting has two names and two values, as in `--dataset a --dataset_name b`. One that
     stands there twice by the same name has the last of its values, as everywhere."""
     given: dict[str, dict[str, str]] = {}

@@ -9,7 +9,7 @@ from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.settings import Settings
+from oomb.cli.train.settings import TrainSettings
 from oomb.cli.train.signals import StopRequested
 from oomb.data.tokens import Split
 from oomb.eval.evaluate import evaluate
@@ -21,10 +21,10 @@ PROMPT_SIZE = 64
 """Tokens of text that a sample goes on from, or fewer: half of a short example."""
 
 
-class Probe:
+class BeforeAfterEval:
     """Asks the same of the model both times. What it takes is looked for when it is made, before weights are loaded."""
 
-    def __init__(self, settings: Settings, split: Split, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, settings: TrainSettings, split: Split, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.sample_tokens, self.seed, self.tokenizer = settings.sample_tokens, settings.seed, tokenizer
         source = split.train if split.held_out is None else split.held_out
         self.windows = [source[index]["input_ids"] for index in range(len(source))] if settings.needle_sizes else []

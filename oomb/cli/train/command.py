@@ -20,8 +20,8 @@ from oomb.cli.errors import (
 )
 from oomb.cli.options import ENGINE_OPTIONS
 from oomb.cli.train import yaml_file
-from oomb.cli.train.aliases import refuse_foreign
-from oomb.cli.train.settings import LATEST, TYPES, SettingError, Settings, from_flag
+from oomb.cli.train.aliases import reject_foreign
+from oomb.cli.train.settings import LATEST, TYPES, SettingError, TrainSettings, from_flag
 from oomb.cli.train.yaml_file import FileSettings
 from oomb.models import load
 
@@ -47,11 +47,11 @@ class TrainCommand(CommandOfSettings):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with one_clear_message():
-            refuse_foreign(args)
-        return super().parse_args(ctx, normalised(args))
+            reject_foreign(args)
+        return super().parse_args(ctx, normalized(args))
 
 
-def normalised(args: list[str]) -> list[str]:
+def normalized(args: list[str]) -> list[str]:
     """`--flag true` as `--flag`, `--flag false` as `--no_flag`, `--resume_from_checkpoint` and `--packing` with their
     values."""
     switches = {f"--{name}" for name, (kind, _) in TYPES.items() if kind is bool}
@@ -111,7 +111,7 @@ def train(ctx: typer.Context, **given: Any) -> None:
     raise typer.Exit(code)
 
 
-def gather(ctx: typer.Context, given: dict[str, Any]) -> Settings:
+def gather(ctx: typer.Context, given: dict[str, Any]) -> TrainSettings:
     """Flags, then what the file says, then the defaults."""
     if given["run"] is not None and given["config"] is not None:
         raise ValueError(f"two settings files were given, {given['run']} and --config {given['config']}: name one")
@@ -131,7 +131,7 @@ def gather(ctx: typer.Context, given: dict[str, Any]) -> Settings:
     }
     try:
         engine = engine_settings({name: values.pop(name) for name in ENGINE_OPTIONS})
-        return Settings(**values, engine=engine)
+        return TrainSettings(**values, engine=engine)
     except SettingError as error:
         if error.key in file.values and error.key not in flags:
             raise ValueError(f"{file.where(error.key)}: {error.key} {error.problem}") from None

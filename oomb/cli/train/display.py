@@ -20,8 +20,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from oomb.cli.progress import PLAIN_INTERVAL_S
 from oomb.cli.train.clock import Clock
-from oomb.cli.train.panel import LivePanel, View
-from oomb.cli.train.signals import Interrupts
+from oomb.cli.train.panel import LivePanel, PanelState
+from oomb.cli.train.signals import SignalHandler
 from oomb.engine.engine import Engine
 from oomb.memory.pool import GPU, HOST
 from oomb.utils.metrics import JsonLines, MemoryMeter
@@ -32,7 +32,7 @@ NUM_PRINTED = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunInfo:
     """What the display is told of a run before it starts."""
 
     title: str
@@ -57,9 +57,9 @@ class Facts:
 class TrainingDisplay(TrainerCallback):
     """Follows steps through the callbacks and chunks through `engine.progress` (pass `self.chunk_done` as that)."""
 
-    def __init__(self, console: Console, log: JsonLines, meter: MemoryMeter, engine: Engine, facts: Facts) -> None:
+    def __init__(self, console: Console, log: JsonLines, meter: MemoryMeter, engine: Engine, facts: RunInfo) -> None:
         self.console, self.log, self.meter, self.engine, self.facts = console, log, meter, engine, facts
-        self.interrupts = Interrupts(self.say)
+        self.interrupts = SignalHandler(self.print_line)
         self.losses: list[float] = []
         self.step_times: list[float] = []
         self.step_tokens: list[int] = []
@@ -70,7 +70,7 @@ class TrainingDisplay(TrainerCallback):
         self.clock = Clock()
         self._panel: LivePanel | None = None
         self._printed: deque[RenderableType] = deque(maxlen=NUM_PRINTED)
-        self._view = View(title=facts.title)
+        self._view = PanelState(title=facts.title)
         self._evaluation: str | None = None
         self._in_training = False
         self._first_step = 0
@@ -126,7 +126,7 @@ class TrainingDisplay(TrainerCallback):
     def evaluating(self, what: str, num_batches: int) -> Iterator[None]:
         """Shows the chunks of an evaluation outside training."""
         self._evaluation = what
-        self._view = View(title=self.facts.title, doing=what, losses=self.losses)
+        self._view = PanelState(title=self.facts.title, doing=what, losses=self.losses)
         self.clock.begin(num_batches, forward_only=True)
         self._open()
         try:
@@ -140,7 +140,9 @@ class TrainingDisplay(TrainerCallback):
     ) -> None:
         self._num_batches = args.gradient_accumulation_steps
         self._tokens_seen = state.num_input_tokens_seen
-        self._view = View(title=self.facts.title, step=state.global_step, max_steps=state.max_steps, losses=self.losses)
+        self._view = PanelState(
+            title=self.facts.title, step=state.global_step, max_steps=state.max_steps, losses=self.losses
+        )
         self._in_training = True
         self._first_step = state.global_step
         self._open()
@@ -240,7 +242,7 @@ class TrainingDisplay(TrainerCallback):
 
     def _sample(self) -> None:
         """Memory as it is, for the panel's thread to show."""
-        facts, pages = self.facts, self.engine.budget.tiers.peak_bytes
+        facts, pages = self.facts, self.engine.allocator.tiers.peak_bytes
         tier = "GPU" if self.meter.on_gpu else "RAM"
         memory: list[tuple[str, int, int | None]] = [(f"{tier} peak", self.meter.peak_bytes, facts.device_bytes)]
         if facts.gpu_page_bytes:
@@ -249,7 +251,7 @@ class TrainingDisplay(TrainerCallback):
             memory.append(("host pages", pages[HOST], facts.host_page_bytes))
         self._view.memory = memory
 
-    def _now(self) -> View:
+    def _now(self) -> PanelState:
         """The view with its clocks set; the panel's thread asks for it."""
         view = self._view
         view.left_s, view.run_left_s = self.clock.left_s(), self._run_left()
@@ -302,7 +304,7 @@ class TrainingDisplay(TrainerCallback):
         self.log.write(event="error", step=self._first_step + len(self.step_times), error=self.error)
         self.print(f"[bold red]error:[/] {escape(self.error)}")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._print_line(line)
 
     def print(self, markup: str) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from oomb.cli.train import yaml_file
-from oomb.cli.train.settings import AUTO, LATEST, TYPES, Settings
+from oomb.cli.train.settings import AUTO, LATEST, TYPES, TrainSettings
 from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.data.discover import STDLIB
 from oomb.models import load, presets
 from oomb.trainers import checkpoints
 
 
-def output_dir_of(settings: Settings) -> Path:
+def output_dir_of(settings: TrainSettings) -> Path:
     """Where the run writes. Refuses, before any work, what cannot be written."""
     if settings.output_dir is not None:
         chosen = Path(settings.output_dir).expanduser()
@@ -40,7 +40,7 @@ def output_dir_of(settings: Settings) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def refuse_used(settings: Settings, output_dir: Path, *, may_start_anew: bool = False) -> None:
+def check_unused(settings: TrainSettings, output_dir: Path, *, may_start_anew: bool = False) -> None:
     """Refuses a folder that holds another run. `may_start_anew`: but for one that has left metrics and nothing to go on
     from."""
     if settings.overwrite_output_dir or settings.resume_from_checkpoint is not None:
@@ -56,11 +56,11 @@ def refuse_used(settings: Settings, output_dir: Path, *, may_start_anew: bool = 
         raise ValueError(f"{output_dir} already holds a trained model; {remedy}")
     if checkpoints.find(output_dir):
         raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
-    if (output_dir / METRICS).exists() and not is_broken_off(output_dir) and not may_start_anew:
+    if (output_dir / METRICS).exists() and not never_started(output_dir) and not may_start_anew:
         raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
 
 
-def is_broken_off(output_dir: Path) -> bool:
+def never_started(output_dir: Path) -> bool:
     """Whether a run in this folder was started and ended before its first step. All that it left can be had again."""
     if (output_dir / MODEL).exists() or checkpoints.find(output_dir):
         return False
@@ -90,7 +90,7 @@ def _tells_of_a_step(event: dict[str, Any] | None) -> bool:
     return event.get("event") == "step" or any(event.get(name, 0) != 0 for name in ("step", "steps"))
 
 
-def checkpoint_of(settings: Settings) -> str | None:
+def checkpoint_of(settings: TrainSettings) -> str | None:
     """The checkpoint to resume from, by its path."""
     chosen = settings.resume_from_checkpoint
     if chosen not in (LATEST, AUTO):
@@ -110,7 +110,7 @@ def checkpoint_of(settings: Settings) -> str | None:
     return str(newest)
 
 
-def first_step(settings: Settings) -> int:
+def first_step(settings: TrainSettings) -> int:
     """Steps that the checkpoint to resume from has behind it."""
     if settings.resume_from_checkpoint is None:
         return 0
@@ -128,7 +128,7 @@ def first_step(settings: Settings) -> int:
     return int(json.loads((folder / checkpoints.STATE).read_text())["global_step"])
 
 
-def portable(settings: Settings) -> Settings:
+def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
     """As config.yaml has them: paths that are there in full, so that the run can be gone on with from any folder."""
     # These words are taken as such even where a folder is called so.
     is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == STDLIB}
@@ -147,19 +147,19 @@ DATA_KEYS = (
 """Settings that decide which tokens a step reads. A checkpoint's place in the data is a number of batches."""
 
 
-def changes(settings: Settings) -> list[str]:
+def data_changes(settings: TrainSettings) -> list[str]:
     """What is not as the run that wrote the checkpoint had it, and moves the place in the data. Of settings that are
     resolved, but for the checkpoint to resume from; asked before config.yaml is written anew."""
     if settings.resume_from_checkpoint is None:
         return []
     path = Path(settings.resume_from_checkpoint).parent / CONFIG
     try:
-        stored = portable(
-            Settings(**{key: value for key, value in yaml_file.read(path).values.items() if key in TYPES})
+        stored = with_absolute_paths(
+            TrainSettings(**{key: value for key, value in yaml_file.read(path).values.items() if key in TYPES})
         )
     except ValueError:
         return []  # no file, or one that another version has written
-    now = portable(settings)
+    now = with_absolute_paths(settings)
     keys = [key for key in DATA_KEYS if getattr(now, key) != getattr(stored, key)]
     if stored.packing == "auto":
         keys = [key for key in keys if key != "packing"]

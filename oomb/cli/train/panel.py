@@ -31,7 +31,7 @@ PLAIN_LEVELS, PLAIN_BAR = "_.-=*#", ("#", "-")
 
 
 @dataclass
-class View:
+class PanelState:
     """What the panel shows. None and empty: not known yet, or not there."""
 
     title: str = ""
@@ -67,7 +67,7 @@ class View:
     waited_s: float = 0.0
 
 
-def lines_of(view: View, width: int, *, ascii_only: bool = False) -> list[Text]:
+def lines_of(view: PanelState, width: int, *, ascii_only: bool = False) -> list[Text]:
     """The panel's lines, none wider than `width`: what does not fit beside its neighbours gets a line of its own."""
     left = None if view.left_s is None else f"{seconds(view.left_s)} left"
     lines = []
@@ -90,7 +90,7 @@ def lines_of(view: View, width: int, *, ascii_only: bool = False) -> list[Text]:
     return lines
 
 
-def _loss(view: View, ascii_only: bool) -> list[str]:
+def _loss(view: PanelState, ascii_only: bool) -> list[str]:
     items = []
     if view.losses:
         items.append(f"{view.losses[-1]:.4f}")
@@ -104,7 +104,7 @@ def _loss(view: View, ascii_only: bool) -> list[str]:
     return items
 
 
-def _speed(view: View) -> list[str]:
+def _speed(view: PanelState) -> list[str]:
     items = []
     if view.tokens_per_s is not None:
         items.append(f"{view.tokens_per_s:,.0f} tokens/s")
@@ -188,7 +188,7 @@ class LivePanel(Live):
     screen cannot be drawn over. It is cleared then, and the last lines that were printed are printed again.
     """
 
-    def __init__(self, console: Console, view: Callable[[], View], printed: Sequence[RenderableType]) -> None:
+    def __init__(self, console: Console, view: Callable[[], PanelState], printed: Sequence[RenderableType]) -> None:
         self._view, self._printed = view, printed
         self._drawn_width = 0
         super().__init__(

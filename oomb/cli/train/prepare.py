@@ -18,14 +18,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from oomb.cli.train.settings import DEMO, TRACKERS, SettingError, Settings
+from oomb.cli.train.settings import DEMO, TRACKERS, SettingError, TrainSettings
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.data.dataset import open_dataset, unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.models import load, presets
-from oomb.models.adapters import bits_config
-from oomb.ops.logprob import IGNORED
+from oomb.models.adapters import bnb_config
+from oomb.ops.logprob import IGNORE_INDEX
 from oomb.trainers.trainer import Trainer
 from oomb.utils import dtypes
 from oomb.utils.units import count
@@ -51,11 +51,11 @@ class Precision:
     warning: str | None = None
 
 
-def check_packages(settings: Settings) -> None:
+def check_packages(settings: TrainSettings) -> None:
     """Optional packages that the settings ask for are there, or named."""
     if settings.use_peft and not _is_there("peft"):
         raise SettingError("use_peft", "needs peft: pip install peft")
-    bits_config(load_in_4bit=settings.load_in_4bit)
+    bnb_config(load_in_4bit=settings.load_in_4bit)
     for tracker in settings.trackers:
         if not any(map(_is_there, TRACKERS[tracker])):
             raise SettingError("report_to", f"{tracker} needs the package {tracker}: pip install {tracker}")
@@ -65,7 +65,7 @@ def _is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def device_of(settings: Settings) -> torch.device:
+def device_of(settings: TrainSettings) -> torch.device:
     device = dtypes.resolve_device(settings.device)
     if device.index:
         # transformers places the model of a single process on the first GPU it sees.
@@ -75,7 +75,7 @@ def device_of(settings: Settings) -> torch.device:
     return device
 
 
-def precision_of(settings: Settings, gpu_bytes: int | None, model_config: PretrainedConfig) -> Precision:
+def precision_of(settings: TrainSettings, gpu_bytes: int | None, model_config: PretrainedConfig) -> Precision:
     """Weights in 16 bits lose updates that are smaller than half the distance to the next number, which at the rates of
     fine-tuning are most. So float32 is the choice where it fits, with the arithmetic in bfloat16."""
     trains_weights = not settings.use_peft
@@ -92,8 +92,8 @@ def precision_of(settings: Settings, gpu_bytes: int | None, model_config: Pretra
     mixed = settings.bf16
     if mixed is None:
         # Adapters are float32, and slow unless they compute as the weights do.
-        has_wide_adapters = settings.use_peft and dtype == "bfloat16"
-        mixed = gpu_bytes is not None and (has_wide_adapters or (dtype == "float32" and settings.dtype == "auto"))
+        has_float32_adapters = settings.use_peft and dtype == "bfloat16"
+        mixed = gpu_bytes is not None and (has_float32_adapters or (dtype == "float32" and settings.dtype == "auto"))
     warning = None
     if trains_weights and not keeps_updates and dtype in ("bfloat16", "float16"):
         warning = (
@@ -109,7 +109,7 @@ def skeleton(model_config: PretrainedConfig, trust_remote_code: bool = False) ->
         return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
 
 
-def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
+def check_targets(settings: TrainSettings, model_config: PretrainedConfig) -> None:
     """Names of layers that are not in the model are refused before its weights are loaded."""
     targets = settings.target_modules
     if isinstance(targets, str):
@@ -122,7 +122,7 @@ def check_targets(settings: Settings, model_config: PretrainedConfig) -> None:
             raise SettingError("lora_target_modules", f"names {target!r}, and the model's linear layers are {known}")
 
 
-def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(settings: TrainSettings, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
     trust = {"trust_remote_code": settings.trust_remote_code}
     if settings.tokenizer_name is not None:
         named = load.load_tokenizer(settings.tokenizer_name, **trust)
@@ -143,7 +143,7 @@ def load_tokenizer(settings: Settings, model_config: PretrainedConfig) -> PreTra
         raise
 
 
-def what_a_preset_is(settings: Settings) -> str | None:
+def what_a_preset_is(settings: TrainSettings) -> str | None:
     """For who names a preset and means the model of that name. None where there is nothing to say."""
     name = settings.model_name_or_path
     if not presets.is_preset(name) or name.lower() == DEMO or settings.resume_from_checkpoint is not None:
@@ -152,7 +152,7 @@ def what_a_preset_is(settings: Settings) -> str | None:
     return f"{name} is a preset: random weights{text}. For the trained model name its hub id or a folder."
 
 
-def unused_settings(settings: Settings) -> str | None:
+def unused_settings(settings: TrainSettings) -> str | None:
     """Of adapters, where none are trained. None where there is nothing to say."""
     own = [one for one in fields(settings) if one.name.startswith("lora_")]
     given = [f"--{one.name}" for one in own if getattr(settings, one.name) != one.default]
@@ -161,13 +161,13 @@ def unused_settings(settings: Settings) -> str | None:
     return f"{' and '.join(given)} mean nothing without --use_peft: all weights are trained."
 
 
-def skipped_check(settings: Settings) -> str | None:
+def skipped_check(settings: TrainSettings) -> str | None:
     """Return a warning if the dataset is one that could be checked for damage and is not."""
     return unchecked(settings.dataset) if settings.skip_dataset_check else None
 
 
 def load_windows(
-    settings: Settings,
+    settings: TrainSettings,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     device: torch.device,
@@ -204,7 +204,7 @@ def load_windows(
     return replace(split, train=split.train.first(num_read))
 
 
-def longest(settings: Settings, split: Split) -> int:
+def longest(settings: TrainSettings, split: Split) -> int:
     """Tokens of the longest example that the run reads: what memory is taken for."""
     if split.packing == "windows":
         return settings.max_length
@@ -212,19 +212,19 @@ def longest(settings: Settings, split: Split) -> int:
     return max([*split.train.lengths, *held_out])
 
 
-def _demo_steps(settings: Settings, device: torch.device) -> int | None:
+def _demo_steps(settings: TrainSettings, device: torch.device) -> int | None:
     """The built-in example is short, unless it is told how often to read its text."""
     if not settings.is_demo or settings.num_train_epochs != 1:
         return None
     return DEMO_STEPS["cuda" if device.type == "cuda" else "cpu"]
 
 
-def _steps(settings: Settings, device: torch.device, num_windows: int) -> int:
+def _steps(settings: TrainSettings, device: torch.device, num_windows: int) -> int:
     by_epochs = math.ceil(settings.num_train_epochs * num_windows / settings.windows_per_step)
     return settings.max_steps or _demo_steps(settings, device) or max(1, by_epochs)
 
 
-def resolved(settings: Settings, output_dir: Path, device: torch.device, num_windows: int) -> Settings:
+def resolved(settings: TrainSettings, output_dir: Path, device: torch.device, num_windows: int) -> TrainSettings:
     """With the defaults that depend on model and data, which has so many windows: what config.yaml says of the run."""
     steps = _steps(settings, device, num_windows)
     warmup = settings.warmup_steps
@@ -246,7 +246,7 @@ def resolved(settings: Settings, output_dir: Path, device: torch.device, num_win
     )
 
 
-def arguments_of(settings: Settings, device: torch.device, mixed: bool) -> TrainingArguments:
+def arguments_of(settings: TrainSettings, device: torch.device, mixed: bool) -> TrainingArguments:
     """Of settings that are resolved."""
     assert settings.max_steps is not None and settings.warmup_steps is not None and settings.output_dir is not None
     return TrainingArguments(
@@ -282,12 +282,12 @@ def arguments_of(settings: Settings, device: torch.device, mixed: bool) -> Train
     )
 
 
-def _optim_args(settings: Settings) -> str:
+def _optim_args(settings: TrainSettings) -> str:
     """With the defaults of `oomb train`, which are not those of a trainer."""
     return ",".join(f"{key}={value}".lower() for key, value in settings.optimizer_options().items())
 
 
-def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
+def load_model(settings: TrainSettings, model_config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
     """The model to train, with new adapters or those of the checkpoint to resume from."""
     torch.manual_seed(settings.seed)
     resume = settings.resume_from_checkpoint
@@ -302,7 +302,7 @@ def load_model(settings: Settings, model_config: PretrainedConfig, dtype: str, d
     return _with_adapters(settings, model) if settings.use_peft else model
 
 
-def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch.device) -> Any:
+def _in_4_bits(settings: TrainSettings, model_config: PretrainedConfig, device: torch.device) -> Any:
     if presets.is_preset(settings.model_name_or_path):
         raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
     return load.load_weights(
@@ -310,12 +310,12 @@ def _in_4_bits(settings: Settings, model_config: PretrainedConfig, device: torch
         config=model_config,
         trust_remote_code=settings.trust_remote_code,
         dtype=torch.bfloat16,
-        quantization_config=bits_config(load_in_4bit=True),
+        quantization_config=bnb_config(load_in_4bit=True),
         device_map={"": device},
     )
 
 
-def _with_adapters(settings: Settings, model: Any) -> Any:
+def _with_adapters(settings: TrainSettings, model: Any) -> Any:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if settings.resume_from_checkpoint is not None:
@@ -330,7 +330,9 @@ def _with_adapters(settings: Settings, model: Any) -> Any:
     return get_peft_model(model, config)
 
 
-def trainer_of(settings: Settings, model: Any, arguments: TrainingArguments, config: Config, split: Split) -> Trainer:
+def trainer_of(
+    settings: TrainSettings, model: Any, arguments: TrainingArguments, config: Config, split: Split
+) -> Trainer:
     """The trainer with its optimizer's memory taken, where that lies on the host: before the engine plans its share."""
     is_offloaded = settings.optim in OFFLOADED_STATES
     trainer = Trainer(
@@ -359,4 +361,4 @@ def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         )
 
     mask = torch.stack([torch.arange(longest) < len(example["input_ids"]) for example in examples])
-    return {"input_ids": rows("input_ids", 0), "labels": rows("labels", IGNORED), "attention_mask": mask.long()}
+    return {"input_ids": rows("input_ids", 0), "labels": rows("labels", IGNORE_INDEX), "attention_mask": mask.long()}

@@ -20,16 +20,16 @@ from oomb.cli.progress import bytes_bar
 from oomb.cli.report.page import write_report
 from oomb.cli.train import output_dir as output_dir_module
 from oomb.cli.train import prepare, save, summary, yaml_file
-from oomb.cli.train.before_after import Probe
-from oomb.cli.train.display import Facts, TrainingDisplay
+from oomb.cli.train.before_after import BeforeAfterEval
+from oomb.cli.train.display import RunInfo, TrainingDisplay
 from oomb.cli.train.prepare import Precision
-from oomb.cli.train.save_timer import KEPT, TimedCheckpoints
-from oomb.cli.train.settings import AUTO, Settings
+from oomb.cli.train.save_timer import KEPT, SaveTimer
+from oomb.cli.train.settings import AUTO, TrainSettings
 from oomb.cli.train.signals import EXIT_INTERRUPTED, StopRequested
 from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
-from oomb.data.tokens import Split, Windows
+from oomb.data.tokens import Examples, Split
 from oomb.memory.host import free_host_bytes
 from oomb.models import load
 from oomb.planner.flops import step_flops
@@ -47,7 +47,7 @@ EXIT_NOT_AS_ASKED = 1
 """What was trained is saved, but not where it was to be, or an error ended training early."""
 
 
-def run(settings: Settings, console: Console) -> int:
+def run(settings: TrainSettings, console: Console) -> int:
     """Train. Returns the exit code. Everything that can be wrong with the settings is raised before the first step."""
     config = Config.from_dict(settings.engine)
     prepare.check_packages(settings)
@@ -61,7 +61,7 @@ def run(settings: Settings, console: Console) -> int:
     first_step = output_dir_module.first_step(settings)
     output_dir = output_dir_module.output_dir_of(settings)
     with locked(output_dir):
-        output_dir_module.refuse_used(settings, output_dir, may_start_anew=is_auto)
+        output_dir_module.check_unused(settings, output_dir, may_start_anew=is_auto)
         if is_auto:
             found = f"going on from {settings.resume_from_checkpoint}"
             found = found if first_step else f"no checkpoint in {output_dir}: starting at the first step"
@@ -70,7 +70,7 @@ def run(settings: Settings, console: Console) -> int:
 
 
 def _run(
-    settings: Settings, config: Config, device: torch.device, output_dir: Path, first_step: int, console: Console
+    settings: TrainSettings, config: Config, device: torch.device, output_dir: Path, first_step: int, console: Console
 ) -> int:
     """In a folder that no other run writes to."""
     started, resume = time.monotonic(), settings.resume_from_checkpoint
@@ -92,9 +92,9 @@ def _run(
     vocab_size = model_config.get_text_config().vocab_size
     with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
         split = prepare.load_windows(settings, tokenizer, vocab_size, device, report_check)
-    probe = Probe(settings, split, tokenizer)
+    probe = BeforeAfterEval(settings, split, tokenizer)
     told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
-    for change in output_dir_module.changes(replace(told, resume_from_checkpoint=resume)):
+    for change in output_dir_module.data_changes(replace(told, resume_from_checkpoint=resume)):
         console.print(f"[yellow]{escape(change)}[/]", highlight=False, soft_wrap=True)
     arguments = prepare.arguments_of(told, device, precision.mixed)
     if first_step >= arguments.max_steps:
@@ -107,23 +107,23 @@ def _run(
     trainer.remove_callback(PrinterCallback)
     trainer.keep_free_bytes = save.saved_bytes(model) + save.BESIDE_BYTES
     if settings.save_minutes:
-        timed = TimedCheckpoints(settings.save_minutes)
+        timed = SaveTimer(settings.save_minutes)
         trainer.add_callback(timed)
         if settings.save_total_limit is None:
-            trainer.leaving = lambda: timed.leaving(output_dir)
+            trainer.about_to_delete = lambda: timed.about_to_delete(output_dir)
     host_limit = host_budget(config, free_host_bytes())
     with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Fails here, with the numbers, if a step will not fit.
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, prepare.longest(settings, split))
 
     save.check_room(model, output_dir)
-    if resume is None and output_dir_module.is_broken_off(output_dir):
+    if resume is None and output_dir_module.never_started(output_dir):
         text = escape(f"overwriting what a start that was broken off before its first step left in {output_dir}")
         console.print(text, highlight=False, soft_wrap=True)
     if resume is None:
         # Before the settings of this run replace those of the run that wrote them.
         checkpoints.set_aside(output_dir, None)
-    config_text = yaml_file.write(output_dir_module.portable(told))
+    config_text = yaml_file.write(output_dir_module.with_absolute_paths(told))
     (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
@@ -182,11 +182,11 @@ def _run(
                 )
         except KeyboardInterrupt:
             display.close()
-            checkpoints.clean(output_dir)
+            checkpoints.remove_leftovers(output_dir)
             what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
             console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
             if output_dir_module.newest_checkpoint(output_dir) is not None:
-                console.print(summary.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
+                console.print(summary.resume_hint(output_dir), highlight=False, markup=False, soft_wrap=True)
             return EXIT_INTERRUPTED
         interrupts.release()
         if stopped:
@@ -194,7 +194,7 @@ def _run(
             text = escape(f"stopped after step {step} of {arguments.max_steps}; {where}")
             console.print(f"[yellow]{text}[/]", highlight=False, soft_wrap=True)
         if ended == "lost" and output_dir_module.newest_checkpoint(output_dir) is not None:
-            console.print(summary.how_to_go_on(output_dir), highlight=False, markup=False, soft_wrap=True)
+            console.print(summary.resume_hint(output_dir), highlight=False, markup=False, soft_wrap=True)
         if saved_to is not None:
             places = {"model": saved_to, "metrics": log.path, "settings": output_dir / CONFIG}
             if settings.report:
@@ -202,11 +202,7 @@ def _run(
             title = "Stopped" if stopped else "Done"
             console.print(display.summary(title, (before, after), time.monotonic() - started, places))
             next_steps = (
-                (
-                    summary.how_to_go_on(output_dir)
-                    if output_dir_module.newest_checkpoint(output_dir) is not None
-                    else ""
-                )
+                (summary.resume_hint(output_dir) if output_dir_module.newest_checkpoint(output_dir) is not None else "")
                 if stopped
                 else summary.what_next(settings, split.num_tokens, model, saved_to)
             )
@@ -238,24 +234,24 @@ def _reported(run_dir: Path, display: TrainingDisplay) -> dict[str, Path]:
 
 
 def _nothing_saved(output_dir: Path) -> str:
-    again = "; the same command starts anew" if output_dir_module.is_broken_off(output_dir) else ""
+    again = "; the same command starts anew" if output_dir_module.never_started(output_dir) else ""
     return f"nothing was saved{again}"
 
 
 def _facts(
-    settings: Settings,
+    settings: TrainSettings,
     trainer: Trainer,
     split: Split,
     placement: Placement,
     gpu_bytes: int | None,
     host_limit: int,
-) -> Facts:
+) -> RunInfo:
     on_gpu = gpu_bytes is not None
     length, engine = settings.max_length, trainer.engine
     # What 4-bit layers hold is not what they multiply with.
     flops = None if settings.load_in_4bit else step_flops(engine.model, length, engine.config.keys_read(length))
     held_out = len(split.held_out) if split.held_out is not None else 0
-    return Facts(
+    return RunInfo(
         title=f"{settings.model_name_or_path} on {settings.dataset}, {settings.tokens_per_step:,} tokens a step",
         tokens_per_step=settings.tokens_per_step,
         num_eval_batches=-(-held_out // settings.per_device_train_batch_size),
@@ -278,7 +274,7 @@ def _train(
         trainer.train(resume_from_checkpoint=resume)
     except StopRequested:
         return "stopped"
-    except checkpoints.NotSaved as error:
+    except checkpoints.CheckpointNotSaved as error:
         # Of the last step: all is trained. The model takes a third of a checkpoint's room, and may still find it.
         _warn(str(error), display)
     except Exception as error:
@@ -305,7 +301,7 @@ def _warn(line: str, display: TrainingDisplay) -> None:
     display.print(f"[yellow]{escape(line)}[/]")
 
 
-def _held_out_loss(trainer: Trainer, held_out: Windows | None, display: TrainingDisplay) -> float | None:
+def _held_out_loss(trainer: Trainer, held_out: Examples | None, display: TrainingDisplay) -> float | None:
     """The held-out loss, or None where there is none. Nothing that happens here is worth a trained model."""
     if held_out is None or display.interrupts.terminated:
         return None
@@ -326,7 +322,7 @@ def _held_out_loss(trainer: Trainer, held_out: Windows | None, display: Training
 
 
 def _describe(
-    settings: Settings,
+    settings: TrainSettings,
     model: Any,
     split: Split,
     trainer: Trainer,
@@ -370,7 +366,7 @@ def _describe(
     return "\n".join(lines)
 
 
-def _when_saved(settings: Settings) -> str:
+def _when_saved(settings: TrainSettings) -> str:
     every = [] if settings.save_steps is None else [count(settings.save_steps, "step")]
     every += [f"{settings.save_minutes:g} minutes"] if settings.save_minutes else []
     if not every:
@@ -382,7 +378,7 @@ def _when_saved(settings: Settings) -> str:
     return f"a checkpoint every {' and every '.join(every)}{rest}"
 
 
-def _what_is_read(settings: Settings, split: Split, steps: int, thing: str) -> str:
+def _what_is_read(settings: TrainSettings, split: Split, steps: int, thing: str) -> str:
     """How many windows there are, how many of them the run reads, and how often."""
     there, read = split.num_examples, len(split.train)
     passes = steps * settings.windows_per_step / read
@@ -398,7 +394,7 @@ def _what_is_read(settings: Settings, split: Split, steps: int, thing: str) -> s
     return f"{found}, of which {count(steps, 'step')} read the first {read:,}, {often}"
 
 
-def _held_out(settings: Settings, split: Split, thing: str) -> str:
+def _held_out(settings: TrainSettings, split: Split, thing: str) -> str:
     if split.held_out is not None:
         asked, held_out = settings.max_eval_samples, len(split.held_out)
         why = f" of --max_eval_samples {asked:,}: a fifth of the data at most" if held_out < asked else ""

@@ -22,7 +22,7 @@ BESIDE_BYTES = 32 << 20
 """Of a model beside its weights: a tokenizer of a large vocabulary, settings, metrics."""
 
 
-class CannotSave(ValueError):
+class ModelNotSaved(ValueError):
     """A trained model could not be written. Nothing of it is left, and what was there before is still there."""
 
 
@@ -68,7 +68,9 @@ def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) ->
                 old.rename(folder)
         if isinstance(error, Exception) and checkpoints.is_failure_to_write(error):
             kept = "the one that was there before is as it was" if folder.exists() else "nothing of it is left"
-            raise CannotSave(f"the trained model could not be saved in {folder} ({_reason(error)}): {kept}") from error
+            raise ModelNotSaved(
+                f"the trained model could not be saved in {folder} ({_reason(error)}): {kept}"
+            ) from error
         raise
     shutil.rmtree(old, ignore_errors=True)
     return folder
@@ -109,7 +111,7 @@ def save_somewhere(
                 saved_to = save(model, tokenizer, output_dir / MODEL)
             else:
                 saved_to = _save_in_new(place / name, model, tokenizer)
-        except (CannotSave, OSError) as error:
+        except (ModelNotSaved, OSError) as error:
             failed.append(f"{place} ({_reason(error.__cause__ or error)}; {free:,} bytes were free)")
             continue
         if failed:
@@ -121,7 +123,7 @@ def save_somewhere(
         if newest
         else "make room, or name an --output_dir on another disk, and train again: there is no checkpoint"
     )
-    raise CannotSave(
+    raise ModelNotSaved(
         f"the trained model takes {needed:,} bytes and could not be saved anywhere, in {', '.join(failed)}: {rest}"
     )
 

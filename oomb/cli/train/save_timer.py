@@ -17,7 +17,7 @@ KEPT = 2
 """Of these, where --save_total_limit is not given."""
 
 
-class TimedCheckpoints(TrainerCallback):
+class SaveTimer(TrainerCallback):
     """Asks for a checkpoint at the end of a step when so many minutes have passed since the last one."""
 
     def __init__(self, minutes: float) -> None:
@@ -40,7 +40,7 @@ class TimedCheckpoints(TrainerCallback):
             # Not only in on_save: a checkpoint that finds no room is tried again after as long, not at every step.
             self._last = now
 
-    def leaving(self, output_dir: Path) -> list[Path]:
+    def about_to_delete(self, output_dir: Path) -> list[Path]:
         """What goes when the checkpoint that was asked for is written."""
         if not self._is_ours:
             return []

@@ -61,7 +61,7 @@ def setting(
 
 
 @dataclass(kw_only=True)
-class Settings:
+class TrainSettings:
     """The choices of one run, named as in Hugging Face and TRL. None: a default that depends on model and data."""
 
     model_name_or_path: str = setting(
@@ -322,7 +322,7 @@ class Settings:
 
 def own_fields() -> list[Field[Any]]:
     """All fields but the engine's."""
-    return [described for described in fields(Settings) if described.name != "engine"]
+    return [described for described in fields(TrainSettings) if described.name != "engine"]
 
 
 def check_value(key: str, value: Any) -> None:
@@ -339,7 +339,7 @@ def plain_type(annotation: Any) -> tuple[type, bool]:
 
 
 TYPES: dict[str, tuple[type, bool]] = {
-    name: plain_type(hint) for name, hint in get_type_hints(Settings).items() if name != "engine"
+    name: plain_type(hint) for name, hint in get_type_hints(TrainSettings).items() if name != "engine"
 }
 ENGINE_TYPES: dict[str, tuple[type, bool]] = {
     name: plain_type(get_args(annotation)[0]) for name, (annotation, _) in ENGINE_OPTIONS.items()
@@ -432,7 +432,7 @@ def _check(described: Field[Any], value: Any) -> None:
         raise SettingError(key, f"is {value}; it must be below {below}")
 
 
-def by_panel(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+def by_panel(settings: TrainSettings) -> Iterator[tuple[str, dict[str, Any]]]:
     """(panel, its keys and values), the engine's last."""
     values = asdict(settings)
     for panel in PANELS:

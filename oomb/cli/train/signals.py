@@ -22,7 +22,7 @@ class StopRequested(BaseException):
     error, and handlers of errors let it through."""
 
 
-class Interrupts:
+class SignalHandler:
     """Takes the signals while its `with` lasts. At first Ctrl-C ends the program, as ever. SIGHUP stays ignored where
     it was (nohup). What is printed meanwhile raises no error, be the terminal there or not."""
 
@@ -35,7 +35,7 @@ class Interrupts:
         self._notice: str | None = None
         self._saving: str | None = None
         self._previous: dict[int, Any] = {}
-        self._streams: dict[str, tuple[Any, Lasting]] = {}
+        self._streams: dict[str, tuple[Any, SafeStream]] = {}
 
     @property
     def exit_code(self) -> int:
@@ -89,11 +89,11 @@ class Interrupts:
             with suppress(OSError):
                 os.write(2, f"{line}\n".encode())
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SignalHandler:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is not None:
-                self._streams[name] = stream, Lasting(stream)
+                self._streams[name] = stream, SafeStream(stream)
                 setattr(sys, name, self._streams[name][1])
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, SIGHUP):
@@ -112,7 +112,7 @@ class Interrupts:
         self._streams.clear()
 
 
-class Lasting:
+class SafeStream:
     """A stream to print to that raises no error of the system: nothing that is printed is worth a trained model.
 
     Once its terminal or its reader is gone, all that is written is dropped. What finds no room on a disk is dropped as

@@ -9,19 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from oomb.cli.train.settings import DEMO, Settings
+from oomb.cli.train.settings import DEMO, TrainSettings
 from oomb.cli.train.yaml_file import CONFIG
 from oomb.config import Config
 from oomb.models import load, presets
 
 
-def how_to_go_on(output_dir: Path) -> str:
+def resume_hint(output_dir: Path) -> str:
     """After a stop: the command that does the rest."""
     config = shlex.quote(str(output_dir / CONFIG))
     return f"To go on:\n  {program()} train {config} --resume_from_checkpoint"
 
 
-def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -> str:
+def what_next(settings: TrainSettings, num_tokens: int, model: Any, saved_to: Path) -> str:
     """After a whole run: commands worth a try."""
     if settings.use_peft:
         return _with_adapters(settings, saved_to)
@@ -45,7 +45,7 @@ def what_next(settings: Settings, num_tokens: int, model: Any, saved_to: Path) -
     return "\n".join(["Next:", *(f"  {program()} {command}\n      {what}" for command, what in commands.items())])
 
 
-def _with_adapters(settings: Settings, saved_to: Path) -> str:
+def _with_adapters(settings: TrainSettings, saved_to: Path) -> str:
     if presets.is_preset(settings.model_name_or_path):
         return (
             f"The adapters belong to random weights that are not saved: {settings.model_name_or_path} is a preset. "
@@ -69,7 +69,7 @@ def _with_adapters(settings: Settings, saved_to: Path) -> str:
 
 def _options(chosen: dict[str, Any]) -> str:
     """As they are typed; those that are the default anyway are left out."""
-    defaults = {**asdict(Settings()), **asdict(Config())}
+    defaults = {**asdict(TrainSettings()), **asdict(Config())}
     text = ""
     for name, value in chosen.items():
         if value is not None and value != defaults[name]:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from oomb.cli.train.aliases import setting_of
-from oomb.cli.train.settings import KNOWN, SettingError, Settings, as_setting, by_panel
+from oomb.cli.train.settings import KNOWN, SettingError, TrainSettings, as_setting, by_panel
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 """What every run has in its folder."""
@@ -101,7 +101,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "; `oomb train --help` lists them all"
 
 
-def write(settings: Settings) -> str:
+def write(settings: TrainSettings) -> str:
     """The settings as YAML that `read` takes. An empty value: decided by model and data."""
     blocks = []
     for panel, values in by_panel(settings):

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 TILE_NUMBERS = 8192
-"""Numbers in a tile of `widen_kernel`, for 16 warps."""
+"""Numbers in a tile of `dequantize_pages`, for 16 warps."""
 
 
 @triton.jit
-def combine_kernel(
+def merge_kernel(
     x, y, out, lse_x, lse_y, lse_out, T, D,
     x_b, x_h, x_t, y_b, y_h, y_t, out_b, out_h, out_t,
     WEIGHTED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
@@ -50,7 +50,7 @@ def mixed_bits(seed, index):
 
 
 @triton.jit
-def round_at_random(x, seed, index, DROPPED: tl.constexpr):
+def stochastic_round(x, seed, index, DROPPED: tl.constexpr):
     """float32 without its last DROPPED bits, up or down with the probability that is due."""
     bits = mixed_bits(seed, index).to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
     moved = ((x.to(tl.int32, bitcast=True) + bits) & (-(1 << DROPPED))).to(tl.float32, bitcast=True)
@@ -66,7 +66,7 @@ def add_share_kernel(total, x, seed, num_elements, DROPPED: tl.constexpr, TILE: 
     inside = at < num_elements
     summed = tl.load(total + at, inside).to(tl.float32) + tl.load(x + at, inside).to(tl.float32)
     if DROPPED > 0:
-        summed = round_at_random(summed, seed, at, DROPPED)
+        summed = stochastic_round(summed, seed, at, DROPPED)
     tl.store(total + at, summed.to(total.dtype.element_ty), inside)
 
 
@@ -90,5 +90,5 @@ def accumulate_kernel(
     summed += tl.load(share + share_at, inside, other=0.0).to(tl.float32)
     if DROPPED > 0:
         index = ((b * tl.num_programs(1) + k) * T + t[:, None]) * D + d[None, :]
-        summed = round_at_random(summed, seed, index, DROPPED)
+        summed = stochastic_round(summed, seed, index, DROPPED)
     tl.store(total + total_at, summed.to(total.dtype.element_ty), inside)

@@ -12,7 +12,7 @@ exist: entries of -1, tokens from `length` on, rows past the end of a page. With
 import triton
 import triton.language as tl
 
-from oomb.ops.triton_kernels.elementwise import round_at_random
+from oomb.ops.triton_kernels.elementwise import stochastic_round
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -207,7 +207,7 @@ def dkv_kernel(
         if DROPPED > 0:
             # Wraps around after 2**32 numbers: those that far apart share their random bits.
             row = ((head.to(tl.int32) * num_pages + page) * PAGE + s)[:, None] * 2
-            dk = round_at_random(dk, seed, row * TILE_D + d[None, :], DROPPED)
-            dv_sum = round_at_random(dv_sum, seed, (row + 1) * TILE_V + dv[None, :], DROPPED)
+            dk = stochastic_round(dk, seed, row * TILE_D + d[None, :], DROPPED)
+            dv_sum = stochastic_round(dv_sum, seed, (row + 1) * TILE_V + dv[None, :], DROPPED)
         tl.store(dk_at, dk.to(grads.dtype.element_ty), k_mask)
         tl.store(dv_at, dv_sum.to(grads.dtype.element_ty), v_mask)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from oomb.ops.triton_kernels.elementwise import TILE_NUMBERS, mixed_bits, round_at_random
+from oomb.ops.triton_kernels.elementwise import TILE_NUMBERS, mixed_bits, stochastic_round
 
 
 @triton.jit
-def mark_kernel(places, chosen, num_chosen, edge, TILE: tl.constexpr):
+def mark_pages(places, chosen, num_chosen, edge, TILE: tl.constexpr):
     """places[p] = -1 for every page p in `chosen` from `edge` on. -1 in `chosen` stands for none."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     page = tl.load(chosen + at, at < num_chosen, other=-1).to(tl.int32)
@@ -17,7 +17,7 @@ def mark_kernel(places, chosen, num_chosen, edge, TILE: tl.constexpr):
 
 
 @triton.jit
-def number_kernel(
+def assign_slots(
     places, pages, count, moved, flags, buffer, place_bytes, page_bytes, edge, num_pages, num_rows, flags_b,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -49,11 +49,11 @@ def number_kernel(
 
 
 @triton.jit
-def move_kernel(
+def copy_pages(
     pages, count, addresses, buffer, touched, page_words, num_rows, touched_b, OUT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Copies the pages that were numbered from their addresses, which may be the host's, into the buffer; OUT: back.
-    A page is page_words words of 4 bytes. Pages that hold nothing (as in `number_kernel`) are not brought in. A few
+    A page is page_words words of 4 bytes. Pages that hold nothing (as in `assign_slots`) are not brought in. A few
     programs of many warps fill the link and leave the GPU to others."""
     num_tiles = tl.cdiv(page_words, TILE)
     for i in range(tl.program_id(0), tl.load(count) * num_tiles, tl.num_programs(0)):
@@ -72,19 +72,19 @@ def move_kernel(
                 tl.store(here, tl.load(away, w < page_words), w < page_words)
 
 
-def widen_tiles(num_heads: int, head_size: int) -> dict[str, int]:
-    """Tiles of `widen_kernel`: whole rows, and as many of them as its warps hold in registers."""
+def dequantize_tiles(num_heads: int, head_size: int) -> dict[str, int]:
+    """Tiles of `dequantize_pages`: whole rows, and as many of them as its warps hold in registers."""
     tile_d, tile_h = triton.next_power_of_2(head_size), triton.next_power_of_2(2 * num_heads)
     return {"TILE_S": max(1, TILE_NUMBERS // (tile_h * tile_d)), "TILE_H": tile_h, "TILE_D": tile_d}
 
 
 @triton.jit
-def widen_kernel(
+def dequantize_pages(
     pages, count, addresses, buffer, flags, seed, page_size, num_heads, k_size, v_size,
     row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b, edge,
     OUT: tl.constexpr, DROPPED: tl.constexpr, TILE_S: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """As `move_kernel`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
+    """As `copy_pages`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
     of all heads in int8, V at value_at, and at scale_at two bfloat16 scales for each head. A row in the buffer has
     wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`; so is what comes in with DROPPED > 0,
     the bits that its product with a scale has too many. `oomb.quantise` says what is computed.
@@ -142,6 +142,6 @@ def widen_kernel(
                     scale = tl.load(scales, exists, other=0.0).to(tl.float32)
                     x = tl.load(rest, inside, other=0).to(tl.float32) * scale[:, :, None]
                     if DROPPED > 0:
-                        x = round_at_random(x, seed, at, DROPPED)
+                        x = stochastic_round(x, seed, at, DROPPED)
                     tl.debug_barrier()
                     tl.store(here, x.to(buffer.dtype.element_ty), inside)

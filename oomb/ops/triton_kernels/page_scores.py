@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def asked_row(row, T, GROUP: tl.constexpr, TILE_T: tl.constexpr, ASKED: tl.constexpr):
+def sampled_row(row, T, GROUP: tl.constexpr, TILE_T: tl.constexpr, ASKED: tl.constexpr):
     """Query, head within its group, and whether there is such a query, of rows numbered by tile, query and head.
 
     A tile of L queries is asked for c = min(ASKED, L) of them, at (j + 1) * L // c - 1 for j below c: 15, 31, ..., 127
@@ -35,7 +35,7 @@ def means_lse_kernel(
     split, batch = tl.program_id(1), tl.program_id(2)
     b, k = (batch // K).to(tl.int64), (batch % K).to(tl.int64)
     row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
-    t, g, exists = asked_row(row, T, GROUP, TILE_T, ASKED)
+    t, g, exists = sampled_row(row, T, GROUP, TILE_T, ASKED)
     d = tl.arange(0, TILE_D)
     q_at = b * q_b + (k * GROUP + g) * q_h + t.to(tl.int64) * q_t
     q_tile = tl.load(q + q_at[:, None] + d[None, :], exists[:, None] & (d < D)[None, :], other=0.0)
@@ -76,7 +76,7 @@ def merge_lse_kernel(lse, num_rows, SPLITS: tl.constexpr, TILE_R: tl.constexpr):
 
 
 @triton.jit
-def interest_kernel(
+def page_scores_kernel(
     q, means, lse, interest, T, D, P, K, num_rows, scale_log2, q_b, q_h, q_t, means_b, means_k, means_m,
     GROUP: tl.constexpr, TILE_T: tl.constexpr, ASKED: tl.constexpr, NUM_MEANS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr, TILE_PAGE: tl.constexpr,
@@ -99,7 +99,7 @@ def interest_kernel(
         k = tl.cast(step // ROW_TILES, tl.int64)
         row_of_tile = step % ROW_TILES * TILE_R + tl.arange(0, TILE_R)
         row = n * (ASKED * GROUP) + row_of_tile
-        t, g, exists = asked_row(row, T, GROUP, TILE_T, ASKED)
+        t, g, exists = sampled_row(row, T, GROUP, TILE_T, ASKED)
         exists &= row_of_tile < ASKED * GROUP
         q_at = b * q_b + (k * GROUP + g) * q_h + t.to(tl.int64) * q_t
         q_tile = tl.load(q + q_at[:, None] + d[None, :], exists[:, None] & (d < D)[None, :], other=0.0)
