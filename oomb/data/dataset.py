@@ -6,18 +6,23 @@ or was so by `oomb tokenize`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from oomb.data import shards
 from oomb.data.checking import Report
 from oomb.data.discover import STDLIB
-from oomb.data.encode import TEXT, Encoder, EncodeStats, count_text, record_kind
+from oomb.data.encode import TEXT, Encoder, EncodeStats, record_kind
 from oomb.data.manifest import find
 from oomb.data.sources import SEED, Source, open_source
 from oomb.data.tokens import Examples, Origins, Split, Tokens, has_targets, pieces
+from oomb.ops.logprob import IGNORE_INDEX
+from oomb.utils.units import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +113,7 @@ def open_dataset(
         _check_enough_text(name, tokens, tally, max_length, "tokens (bytes)" if tokenizer is None else "tokens")
     if tokens.loss_spans is not None and packing == "windows" and len(bounds_N2) < len(tokens) // max_length:
         left_out = len(tokens) // max_length - len(bounds_N2)
-        notes += (f"{count_text(left_out, 'window')} without a word to learn left out",)
+        notes += (f"{count(left_out, 'window')} without a word to learn left out",)
     # A fifth of the text at most, but one window as soon as there are two.
     border = min(num_held_out, max(len(bounds_N2) // 5, 1), len(bounds_N2) - 1)
     end = None if num_train is None else border + num_train
@@ -123,6 +128,22 @@ def open_dataset(
         is_all_read=is_all_read,
         notes=(*tally.notes(), *notes),
     )
+
+
+def pad_batch(examples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collate examples of different lengths into one batch, padded on the right.
+
+    >>> pad_batch([{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in ([5, 6, 7], [8])])["labels"]
+    tensor([[   5,    6,    7],
+            [   8, -100, -100]])
+    """
+    ids = [example["input_ids"] for example in examples]
+    lengths = torch.tensor([len(x) for x in ids])
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence([x["labels"] for x in examples], batch_first=True, padding_value=IGNORE_INDEX),
+        "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+    }
 
 
 def unchecked(dataset: str) -> str | None:

@@ -14,6 +14,7 @@ from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
 from oomb.data.discover import join_names
 from oomb.data.sources import SHOW, Record, Source
 from oomb.data.tokenizers import PROBE
+from oomb.utils.units import count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,14 +67,14 @@ class EncodeStats:
     def notes(self) -> tuple[str, ...]:
         notes = []
         if self.num_empty:
-            notes.append(f"{count_text(self.num_empty, 'empty document')} skipped, the first {self.first_empty}")
+            notes.append(f"{count(self.num_empty, 'empty document')} skipped, the first {self.first_empty}")
         if self.num_unlearnt:
-            what = count_text(self.num_unlearnt, "conversation")
+            what = count(self.num_unlearnt, "conversation")
             notes.append(f"{what} without a word to learn skipped, the first {self.first_unlearnt}")
         if self.not_text:
             # Folders that were tokenised by earlier releases have no reasons.
             names = join_names(sorted(self.left_out or self.not_text))
-            notes.append(f"{count_text(len(self.not_text), 'file')} without text left out: {names}")
+            notes.append(f"{count(len(self.not_text), 'file')} without text left out: {names}")
         return tuple(notes)
 
     def require_documents(self, name: str) -> None:
@@ -84,10 +85,6 @@ class EncodeStats:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def count_text(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def record_kind(record: Record) -> str:

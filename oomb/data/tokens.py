@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-IGNORED = -100
+from oomb.ops.logprob import IGNORE_INDEX
 
 
 class MappedArray:
@@ -80,7 +80,7 @@ class Tokens:
         """Those of `ids`, which begin at `start`."""
         if self.loss_spans is None:
             return ids.copy()
-        labels = np.full_like(ids, IGNORED)
+        labels = np.full_like(ids, IGNORE_INDEX)
         first = int(np.searchsorted(self.loss_spans[:, 1], start, side="right"))
         last = int(np.searchsorted(self.loss_spans[:, 0], start + len(ids), side="left"))
         for begin, end in self.loss_spans[first:last] - start:

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomb.config import Config
+from oomb.engine.batch import shift_labels
 from oomb.engine.engine import Engine
 from oomb.engine.head import TokenHead
 from oomb.models.adapters import autocast_for, with_lora
 from oomb.models.causal_lm import CausalLM
 from oomb.models.hooks import set_checkpointing
 from oomb.models.load import load_model
-from oomb.ops.logprob import IGNORE_INDEX
 from oomb.planner.flops import step_flops
 from oomb.planner.hardware import PEAK_TFLOPS
 from oomb.utils import metrics, units
@@ -210,7 +210,7 @@ class StandardStep:
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.model.device)
-        targets = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORE_INDEX)], dim=1)
+        targets = shift_labels(ids)
         num_counted = ids.shape[1] - 1
         was_training = self.network.training
         self.network.train()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -20,12 +19,11 @@ from transformers import (
 
 from oomb.cli.train.settings import DEMO, TRACKERS, SettingError, TrainSettings
 from oomb.config import OFFLOADED_STATES, Config
-from oomb.data.dataset import open_dataset, unchecked
+from oomb.data.dataset import open_dataset, pad_batch, unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.models import load, presets
 from oomb.models.adapters import bnb_config
-from oomb.ops.logprob import IGNORE_INDEX
 from oomb.trainers.trainer import Trainer
 from oomb.utils import dtypes
 from oomb.utils.units import count
@@ -340,7 +338,7 @@ def trainer_of(
         arguments,
         train_dataset=split.train,
         eval_dataset=split.held_out,
-        data_collator=padded,
+        data_collator=pad_batch,
         engine_config=config,
         optimizer=settings.optim if is_offloaded else None,
         max_skipped_steps=settings.max_skipped_steps,
@@ -349,16 +347,3 @@ def trainer_of(
     if is_offloaded:
         trainer.create_optimizer()
     return trainer
-
-
-def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch of examples of any lengths: on the right what is missing, which neither attends nor counts."""
-    longest = max(len(example["input_ids"]) for example in examples)
-
-    def rows(name: str, filler: int) -> torch.Tensor:
-        return torch.stack(
-            [F.pad(example[name], (0, longest - len(example[name])), value=filler) for example in examples]
-        )
-
-    mask = torch.stack([torch.arange(longest) < len(example["input_ids"]) for example in examples])
-    return {"input_ids": rows("input_ids", 0), "labels": rows("labels", IGNORE_INDEX), "attention_mask": mask.long()}
