@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from oomb.utils.units import parse_bytes
+from oomb.utils.units import parse_memory
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -116,10 +116,8 @@ class Config:
                     f"page_size {self.page_size}; take chunk_size={size}"
                 )
         for name in ("gpu_memory", "host_memory"):
-            value = getattr(self, name)
-            # So few bytes hold nothing: a number that lacks its unit.
-            if value != "auto" and 0 < parse_bytes(value, name) < 1024 and str(value).strip().isdigit():
-                raise ValueError(f'{name} is {value}, a number of bytes; did you mean "{str(value).strip()}GiB"?')
+            if getattr(self, name) != "auto":
+                parse_memory(getattr(self, name), name)
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):

@@ -1,4 +1,4 @@
-"""Progress for work on a terminal and for plain output."""
+"""Show progress as a bar on a terminal, and as an occasional line in plain output."""
 
 from __future__ import annotations
 
@@ -9,26 +9,46 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from oomb.utils.units import gib
+
 PLAIN_INTERVAL_S = 30.0
-"""Between two plain lines, where the output is no terminal. Steps of a million tokens take minutes, and silence looks
-like a crash."""
+"""Seconds between progress lines in plain output. A step of a million tokens takes minutes, and silence looks like a
+crash."""
+
+
+class PlainTimer:
+    """Timer that says when plain output is due for another progress line."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a new interval. Call it after every line that is printed."""
+        self._last = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._last > PLAIN_INTERVAL_S
 
 
 @contextmanager
 def bytes_bar(
     console: Console, doing: str, done_so_far: str, *, transient: bool = False
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes the bytes done and the total. It draws a bar on a terminal; elsewhere it prints a
-    line now and then. Nothing is shown before the first call. A `transient` bar goes away at the end."""
+    """Yield a function that takes the bytes done and the total, and shows progress from its first call on.
+
+    Args:
+        doing: Label of the bar, as in "tokenizing".
+        done_so_far: The same as a participle, for plain lines: "tokenized 25% of 4 MiB".
+        transient: Remove the bar at the end.
+    """
     if not console.is_terminal:
-        last = time.monotonic()
+        timer = PlainTimer()
 
         def line(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last > PLAIN_INTERVAL_S:
-                last = time.monotonic()
-                share = done / max(total, 1)
-                console.print(f"{done_so_far} {share:.0%} of {total / 2**20:,.0f} MiB", highlight=False)
+            if timer.is_due:
+                timer.restart()
+                console.print(f"{done_so_far} {done / max(total, 1):.0%} of {gib(total)}", highlight=False)
 
         yield line
         return

@@ -30,7 +30,7 @@ from oomb.memory.host import free_host_bytes
 from oomb.memory.pool import OutOfPages
 from oomb.memory.transfer import BufferRing, CopyStreams, Event, Load, Prefetcher
 from oomb.ops.moments import MOMENTS, STATE_DTYPES, _stochastic_round, decode, encode_, field_sizes, part
-from oomb.utils.units import GIB
+from oomb.utils.units import gib
 
 NUM_BUFFERS = 3
 """One piece on its way in, one computed, one on its way out."""
@@ -216,14 +216,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
             homes = {p: HostState(p, self._fields(p)) for p in homeless}
         except OutOfPages as error:
             remedies = [
-                f'state_dtype="{name}" takes {sum(self._state_bytes(p, name) for p in homeless) / GIB:.1f} GiB'
+                f'state_dtype="{name}" takes {gib(sum(self._state_bytes(p, name) for p in homeless))}'
                 for name in STATE_DTYPES[STATE_DTYPES.index(self.state_dtype) + 1 :]
             ]
             if self.master_weights:
                 remedies.append("master_weights=False takes 4 bytes less for every 16-bit number")
             reason = f" ({error})" if str(error) else ""
             raise OutOfPages(
-                f"the states of the optimizer take {needed / GIB:.1f} GiB of host memory and {free / GIB:.1f} GiB are "
+                f"the states of the optimizer take {gib(needed)} of host memory and {gib(free)} are "
                 f"free{reason}: {'; '.join([*remedies, 'lower host_memory of oomb.Config'])}; or train fewer "
                 "parameters, with LoRA for example"
             ) from None

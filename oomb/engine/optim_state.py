@@ -13,6 +13,7 @@ from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import OutOfPages
 from oomb.memory.rows import row_bytes
 from oomb.ops.moments import MOMENTS, decode, encode_, part, scale_of
+from oomb.utils.units import gib
 
 PIECE_SIZE = 2**22
 """Most numbers in a piece; a multiple of 256. 32 MiB of float32 moments take 0.7 ms on the link of an H200, and Python
@@ -126,8 +127,8 @@ def staging_buffer(num_bytes: int, device: torch.device) -> Tensor:
     except RuntimeError as error:
         free = free_gpu_bytes(device)
         raise OutOfPages(
-            f"the optimizer streams its states through {num_bytes / 2**20:.0f} MiB on {device} and "
-            f"{(free_host_bytes() if free is None else free) / 2**20:.0f} MiB are free: lower gpu_memory or chunk_size "
+            f"the optimizer streams its states through {gib(num_bytes)} on {device} and "
+            f"{gib(free_host_bytes() if free is None else free)} are free: lower gpu_memory or chunk_size "
             "of oomb.Config"
         ) from error
 

@@ -61,13 +61,13 @@ class EvalSettings:
 
 
 def evaluate(
-    engine: Engine, windows: Sequence[Any], haystacks: Sequence[Haystack] = (), needle: NeedleSettings | None = None
+    engine: Engine, examples: Sequence[Any], haystacks: Sequence[Haystack] = (), needle: NeedleSettings | None = None
 ) -> dict[str, Any]:
     """{"perplexity", and "needle" where there are haystacks}: plain values, as the `eval` event of a run holds them.
 
-    There are `len(windows) + 2 * len(haystacks)` passes; `engine.progress` hears of their chunks.
+    There are `len(examples) + 2 * len(haystacks)` passes; `engine.progress` hears of their chunks.
     """
-    found = {"perplexity": perplexity_by_position(engine, windows).as_dict()}
+    found = {"perplexity": perplexity_by_position(engine, examples).as_dict()}
     if needle is not None and haystacks:
         found["needle"] = needle_scores(engine, haystacks, needle).as_dict()
     return found
@@ -113,16 +113,15 @@ def tokenizer_name_of(settings: EvalSettings, base: str | None) -> str | None:
     return str(folder) if has_tokenizer else None
 
 
-def read_windows(
+def read_examples(
     settings: EvalSettings,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     report: Callable[[int, int], None],
 ) -> tuple[Split, list[dict[str, Tensor]], Tensor]:
-    """The windows to evaluate on, and text for haystacks. The first windows of a text are what `oomb train` holds
-    out."""
+    """Return the examples to evaluate on, and text for haystacks. The first ones are those `oomb train` holds out."""
     most = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
-    num_windows = max(settings.max_eval_samples, -(-most // settings.max_length))
+    num_examples = max(settings.max_eval_samples, -(-most // settings.max_length))
     skip_check = settings.skip_dataset_check
     while True:
         split = open_dataset(
@@ -132,17 +131,17 @@ def read_windows(
             packing=settings.packing,
             join=settings.dataset_join,
             vocab_size=vocab_size,
-            num_train=num_windows,
+            num_train=num_examples,
             num_held_out=settings.max_eval_samples,
             seed=settings.seed,
             skip_check=skip_check,
             report=report,
         )
         parts = [split.train] if split.held_out is None else [split.held_out, split.train]
-        windows = [part[i] for part in parts for i in range(len(part))]
-        text = torch.cat([window["input_ids"] for window in windows])
+        examples = [part[i] for part in parts for i in range(len(part))]
+        text = torch.cat([example["input_ids"] for example in examples])
         # Documents may be short. How many of them a haystack takes is known once they are read.
-        if len(text) >= most or len(split.train) < num_windows:
-            return split, windows[: settings.max_eval_samples], text
-        num_windows *= 4
+        if len(text) >= most or len(split.train) < num_examples:
+            return split, examples[: settings.max_eval_samples], text
+        num_examples *= 4
         skip_check = True  # It has been checked.

@@ -23,7 +23,7 @@ RUN_SIZE = 256
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tokens at positions `start` to `end - 1` of all windows."""
+    """The tokens at positions `start` to `end - 1` of all examples."""
 
     start: int
     end: int
@@ -39,14 +39,14 @@ class PositionLosses:
     """What `perplexity_by_position` returns."""
 
     buckets: tuple[Bucket, ...]
-    num_windows: int
+    num_examples: int
     count: int
     loss: float
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         buckets = [{**asdict(bucket), "perplexity": perplexity(bucket.loss)} for bucket in self.buckets]
-        whole = {"num_windows": self.num_windows, "count": self.count, "loss": self.loss}
+        whole = {"num_windows": self.num_examples, "count": self.count, "loss": self.loss}
         return {**whole, "perplexity": perplexity(self.loss), "buckets": buckets}
 
 
@@ -55,20 +55,20 @@ def perplexity(loss: float) -> float:
 
 
 def perplexity_by_position(
-    engine: Engine, windows: Sequence[Any], *, first_bucket: int = FIRST_BUCKET
+    engine: Engine, examples: Sequence[Any], *, first_bucket: int = FIRST_BUCKET
 ) -> PositionLosses:
     """Mean loss in buckets of position: 0 to `first_bucket`, then up to twice that, and so on.
 
-    A window is a tensor of token ids, or a dict with `input_ids` and perhaps `labels`, of which -100 do not count.
-    Windows may differ in length. The first token of each is predicted from nothing and does not count.
+    An example is a tensor of token ids, or a dict with `input_ids` and perhaps `labels`, of which -100 do not count.
+    Examples may differ in length. The first token of each is predicted from nothing and does not count.
     """
-    if not len(windows):
-        raise ValueError("there is no window to evaluate on; give at least one")
+    if not len(examples):
+        raise ValueError("there is no example to evaluate on; give at least one")
     run_size = max(1, min(RUN_SIZE, first_bucket // 4))
     runs: dict[int, list[tuple[float, int]]] = {}
     longest = 0
-    for index in range(len(windows)):
-        ids_T, labels_T = _window(windows[index])
+    for index in range(len(examples)):
+        ids_T, labels_T = _example(examples[index])
         longest = max(longest, len(ids_T))
         with eval_mode(engine):
             loss_T = -engine.logprobs(ids_T[None])[0].double().cpu()
@@ -88,13 +88,13 @@ def perplexity_by_position(
         start, end = end, 2 * end
     count = sum(bucket.count for bucket in buckets)
     if count == 0:
-        raise ValueError("no token of the windows counts: every label is -100, or a window is a single token")
+        raise ValueError("no token of the examples counts: every label is -100, or an example is a single token")
     loss = sum(bucket.loss * bucket.count for bucket in buckets) / count
-    return PositionLosses(buckets=tuple(buckets), num_windows=len(windows), count=count, loss=loss)
+    return PositionLosses(buckets=tuple(buckets), num_examples=len(examples), count=count, loss=loss)
 
 
-def _window(window: Any) -> tuple[Tensor, Tensor]:
-    ids, labels = (window["input_ids"], window.get("labels")) if isinstance(window, dict) else (window, None)
+def _example(example: Any) -> tuple[Tensor, Tensor]:
+    ids, labels = (example["input_ids"], example.get("labels")) if isinstance(example, dict) else (example, None)
     ids_T = torch.as_tensor(ids).cpu()
     return ids_T, torch.as_tensor(ids_T if labels is None else labels).cpu()
 

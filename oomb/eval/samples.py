@@ -12,12 +12,12 @@ from torch import Tensor
 from oomb.data.encode import SEPARATOR_ID
 
 if TYPE_CHECKING:
-    from oomb.engine.engine import Engine
-
-if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from oomb.engine.engine import Engine
+
+PROMPT_SIZE = 64
+"""Tokens of text that a sample continues."""
 
 
 def sample_text(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oomb.memory.pool import OutOfPages
-from oomb.utils.units import GIB
+from oomb.utils.units import GIB, gib
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -100,8 +100,7 @@ class HostSlab:
             memory = mmap.mmap(-1, max(1, num_bytes))
         except (OSError, ValueError, OverflowError) as error:
             raise OutOfPages(
-                f"the system refused {num_bytes / GIB:.1f} GiB of host memory ({error}): "
-                "lower host_memory or the context"
+                f"the system refused {gib(num_bytes)} of host memory ({error}): lower host_memory or the context"
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Followed where the system lets shared memory have huge pages (shmem_enabled), and harmless elsewhere.
@@ -121,8 +120,8 @@ def touch(memory: Tensor) -> None:
     for piece in memory.split(PIECE_BYTES):
         if (free := free_host_bytes()) < piece.nbytes:
             raise OutOfPages(
-                f"{memory.nbytes / GIB:.1f} GiB of host memory were to be taken, and after {done / GIB:.1f} of them "
-                f"{free / GIB:.1f} were left: something else has taken memory since it was planned. Lower host_memory "
+                f"{gib(memory.nbytes)} of host memory were to be taken, and after {gib(done)} "
+                f"{gib(free)} were left: something else has taken memory since it was planned. Lower host_memory "
                 "or the context, or end what else is running"
             )
         piece.zero_()
@@ -136,7 +135,7 @@ def pin(memory: Tensor, device: torch.device) -> None:
             # CUDA remembers the failure and would report it as that of the next kernel: let this be the one.
             torch.zeros(1, device=device)
         raise OutOfPages(
-            f"{memory.nbytes / GIB:.1f} GiB of host memory could not be pinned ({error}): lower host_memory or the "
+            f"{gib(memory.nbytes)} of host memory could not be pinned ({error}): lower host_memory or the "
             "context, or raise the machine's limit on locked memory"
         )
 

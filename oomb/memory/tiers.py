@@ -15,7 +15,7 @@ from torch import Tensor
 from oomb.memory.host import HostSlab, avoid_gaps, free_gpu_bytes, free_host_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages, PagePool, PageRun, PageTable
 from oomb.memory.transfer import BufferRing, CopyStreams, Event, Prefetcher
-from oomb.utils.units import GIB
+from oomb.utils.units import gib
 
 SPARE = 1.1
 """A slab on the GPU is used again for up to so many times fewer pages; a larger one is given up, and taken anew."""
@@ -215,7 +215,7 @@ class Tiers:
         except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no name for it
             free = free_gpu_bytes(self.device)
             raise OutOfPages(
-                f"{num_bytes / GIB:.1f} GiB for pages could not be allocated on {self.device} "
-                f"({(free_host_bytes() if free is None else free) / GIB:.1f} GiB are free, perhaps in pieces): "
+                f"{gib(num_bytes)} for pages could not be allocated on {self.device} "
+                f"({gib(free_host_bytes() if free is None else free)} are free, perhaps in pieces): "
                 "lower gpu_memory or the context"
             ) from error

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from oomb.memory.host import GAPS, free_host_bytes
-from oomb.utils import units
-from oomb.utils.units import GIB, parse_bytes
+from oomb.utils.units import GIB, parse_memory
 
 PEAK_TFLOPS = {
     "B200": 2250,
@@ -118,7 +117,7 @@ def _plain(name: str) -> str:
 
 def find_machine(gpu: str | None, host: str | None) -> Machine:
     """The machine that is meant: a card by its name or its memory, this machine's where nothing is said."""
-    host_bytes = free_host_bytes() if host in (None, "auto") else _size(str(host), "--host")
+    host_bytes = free_host_bytes() if host in (None, "auto") else parse_memory(host, "--host", smallest=GIB)
     if gpu is None:
         if not torch.cuda.is_available():
             raise ValueError(
@@ -128,19 +127,11 @@ def find_machine(gpu: str | None, host: str | None) -> Machine:
         properties = torch.cuda.get_device_properties(0)
         return Machine(gpu_bytes=properties.total_memory, host_bytes=host_bytes, gpu_name=properties.name)
     if gpu.strip()[:1].isdigit():
-        return Machine(gpu_bytes=_size(gpu, "--gpu"), host_bytes=host_bytes)
+        # A number alone is also half of a name: "4090".
+        card = next((name for name in CARDS if name.split()[-1] == gpu.strip()), None)
+        num_bytes = parse_memory(gpu, "--gpu", smallest=GIB, meant=card, zero_ok=False)
+        return Machine(gpu_bytes=num_bytes, host_bytes=host_bytes)
     return machine_named(gpu, host_bytes)
-
-
-def _size(text: str, option: str) -> int:
-    """The memory of a machine. Nobody has bytes of it: a number without a unit lacks one, or is half of a name."""
-    bare = re.fullmatch(r"\d+", text.strip()) is not None
-    num_bytes = parse_bytes(text, option)
-    if bare and num_bytes < units.GIB and (num_bytes or option == "--gpu"):
-        card = next((name for name in CARDS if option == "--gpu" and name.split()[-1] == text.strip()), None)
-        meant = f"{text.strip()}GiB" if card is None else repr(card)
-        raise ValueError(f"{option} {text.strip()} is a number of bytes; did you mean {meant}?")
-    return num_bytes
 
 
 def peak_flops(gpu_name: str | None) -> float | None:

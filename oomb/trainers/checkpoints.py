@@ -27,6 +27,8 @@ from zlib import crc32
 
 import psutil
 
+from oomb.utils.units import exact_bytes
+
 MANIFEST = "oomb_manifest.json"
 STATE = "trainer_state.json"
 """What transformers writes last, and so the sign of a whole checkpoint where there is no manifest."""
@@ -365,11 +367,13 @@ def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: E
     else:
         reason = f"the disk is full or cannot be written; {type(error).__name__}: {error}"
     try:
-        free = f"{_size(free_bytes(folder.parent))} are free in {folder.parent}"
+        free = f"{exact_bytes(free_bytes(folder.parent))} are free in {folder.parent}"
     except OSError as second:
         free = f"{folder.parent} cannot be asked for its free space ({second})"
-    needed = f"it takes about {_size(needed_bytes)}, " if needed_bytes else ""
-    needed += f"{_size(keep_free_bytes)} are to stay free for what is saved at the end, " if keep_free_bytes else ""
+    needed = f"it takes about {exact_bytes(needed_bytes)}, " if needed_bytes else ""
+    needed += (
+        f"{exact_bytes(keep_free_bytes)} are to stay free for what is saved at the end, " if keep_free_bytes else ""
+    )
     try:
         there = find(folder.parent)
         before = (
@@ -378,10 +382,6 @@ def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: E
     except OSError as second:
         before = f"what else is there cannot be listed ({second.strerror or second})"
     return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {before}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes" if num_bytes < 2**20 else f"{num_bytes:,} bytes ({num_bytes / 2**30:.2f} GiB)"
 
 
 def _manifest(folder: Path) -> dict[str, tuple[int, int, bool]] | None:

@@ -126,9 +126,9 @@ def test_labels_that_do_not_count_are_left_out(engine: Engine) -> None:
     assert [(bucket.start, bucket.count) for bucket in found.buckets] == [(128, 128), (256, 44)]
     whole = perplexity_by_position(engine, [ids], first_bucket=64)
     assert found.buckets == whole.buckets[2:]
-    with pytest.raises(ValueError, match="no token of the windows counts"):
+    with pytest.raises(ValueError, match="no token of the examples counts"):
         perplexity_by_position(engine, [{"input_ids": ids, "labels": torch.full_like(ids, -100)}])
-    with pytest.raises(ValueError, match="no window"):
+    with pytest.raises(ValueError, match="no example"):
         perplexity_by_position(engine, [])
 
 
@@ -373,7 +373,7 @@ def test_the_documented_example_runs(engine: Engine, text: Tensor, capsys: pytes
     for large, small in (("lengths=(4096, 65536)", "lengths=(2048,)"),):
         assert large in example
         example = example.replace(large, small)
-    exec(example, {"engine": engine, "windows": [text[:1500]], "text_ids": text, "tokenizer": None})
+    exec(example, {"engine": engine, "examples": [text[:1500]], "text_ids": text, "tokenizer": None})
     said = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in said[:2]] == [["0", "1024"], ["1024", "1500"]]
     assert said[2].split()[1] == "0.25"

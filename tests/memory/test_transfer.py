@@ -74,7 +74,7 @@ def test_host_memory_refused_leaves_nothing(refuses: str, tiers: Tiers, monkeypa
     before = tiers.used_bytes(HOST), +tiers.promised, tiers.idle_bytes(HOST)
     if refuses == "mmap":
         monkeypatch.setattr(mmap, "mmap", refusing_mmap)
-        message = r"refused 4\.0 GiB of host memory \(.*Cannot allocate memory\): lower host_memory or the context"
+        message = r"refused 4\.00 GiB of host memory \(.*Cannot allocate memory\): lower host_memory or the context"
     else:
         # As if there were a GPU, whose driver refuses.
         real = HostSlab
@@ -83,7 +83,7 @@ def test_host_memory_refused_leaves_nothing(refuses: str, tiers: Tiers, monkeypa
         driver = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
         monkeypatch.setattr(torch, "zeros", failing_kernel)
-        message = r"4\.0 GiB of host memory could not be pinned \(2\): lower host_memory or the context, or raise"
+        message = r"4\.00 GiB of host memory could not be pinned \(2\): lower host_memory or the context, or raise"
     with pytest.raises(OutOfPages, match=message):
         make_store(tiers, 2**31 // large[0].kv.num_bytes // CHUNK, layers=large)
     tiers.collect()

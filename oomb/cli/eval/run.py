@@ -17,15 +17,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from oomb.cli.eval.tables import needle_table, position_table
-from oomb.cli.progress import PLAIN_INTERVAL_S, bytes_bar
+from oomb.cli.progress import PlainTimer, bytes_bar
 from oomb.config import Config
 from oomb.data.dataset import unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.engine.engine import Engine
-from oomb.eval.evaluate import EvalSettings, evaluate, read_windows, tokenizer_for, tokenizer_name_of
+from oomb.eval.evaluate import EvalSettings, evaluate, read_examples, tokenizer_for, tokenizer_name_of
 from oomb.eval.needles import build_haystacks
-from oomb.eval.samples import sample_text
+from oomb.eval.samples import PROMPT_SIZE, sample_text
 from oomb.models import load
 from oomb.models.adapters import base_of, with_adapters
 from oomb.utils import dtypes
@@ -33,10 +33,6 @@ from oomb.utils.metrics import machine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-PROMPT_SIZE = 64
-"""Tokens of text that a sample goes on from."""
 
 
 def run(settings: EvalSettings, console: Console) -> dict[str, Any]:
@@ -58,21 +54,21 @@ def run(settings: EvalSettings, console: Console) -> dict[str, Any]:
             raise ValueError(f"--tokenizer_name {fault}. Leave out --tokenizer_name")
     # Text is cheaper to find fault with than weights are to load.
     with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
-        split, windows, text = read_windows(
+        split, examples, text = read_examples(
             settings, tokenizer, model_config.get_text_config().vocab_size, report_check
         )
     haystacks = [] if settings.needle is None else build_haystacks(text, tokenizer, settings.needle)
     _check_positions(settings, model_config, console)
-    _describe(settings, base, split, windows, console)
+    _describe(settings, base, split, examples, console)
 
     torch.manual_seed(settings.seed)
     model = load.load_model(whole, dtype=settings.dtype, device=str(device), config=model_config, **trust)
     engine = Engine(model if base is None else with_adapters(model, settings.model_name_or_path), config)
-    lengths = [len(window["input_ids"]) for window in windows] + [h.length for h in haystacks for _ in range(2)]
+    lengths = [len(example["input_ids"]) for example in examples] + [h.length for h in haystacks for _ in range(2)]
     with _showing(engine, lengths, console):
-        found = evaluate(engine, windows, haystacks, settings.needle)
+        found = evaluate(engine, examples, haystacks, settings.needle)
     if settings.sample_tokens:
-        prompt = windows[0]["input_ids"][:PROMPT_SIZE]
+        prompt = examples[0]["input_ids"][:PROMPT_SIZE]
         with console.status("writing a sample"):
             found["sample"] = sample_text(
                 engine, prompt, tokenizer, num_tokens=settings.sample_tokens, seed=settings.seed
@@ -90,10 +86,10 @@ def run(settings: EvalSettings, console: Console) -> dict[str, Any]:
 
 
 def _describe(
-    settings: EvalSettings, base: str | None, split: Split, windows: list[dict[str, Tensor]], console: Console
+    settings: EvalSettings, base: str | None, split: Split, examples: list[dict[str, Tensor]], console: Console
 ) -> None:
     """What is read, in a few lines."""
-    num, asked = len(windows), settings.max_eval_samples
+    num, asked = len(examples), settings.max_eval_samples
     what = f"{num:,} of its windows" if split.packing == "windows" else f"{num:,} of its documents, or pieces of them"
     at_most = "" if split.packing == "windows" else "at most "
     lines = [f"[bold]{escape(settings.dataset)}[/]: {what}, {at_most}{settings.max_length:,} tokens each"]
@@ -128,7 +124,7 @@ def _check_positions(settings: EvalSettings, config: PretrainedConfig, console: 
 @contextmanager
 def _showing(engine: Engine, lengths: list[int], console: Console) -> Iterator[None]:
     """A bar over the tokens of all passes, or a line now and then where there is no terminal."""
-    num_passes, total, done_passes, last_line = len(lengths), sum(lengths), 0, time.monotonic()
+    num_passes, total, done_passes, timer = len(lengths), sum(lengths), 0, PlainTimer()
     bar = Progress(
         TextColumn("pass {task.fields[at]}"),
         BarColumn(bar_width=20),
@@ -143,12 +139,12 @@ def _showing(engine: Engine, lengths: list[int], console: Console) -> Iterator[N
     task = bar.add_task("evaluate", total=total, at=f"1/{num_passes}", chunk="")
 
     def chunk_done(phase: str, done: int, chunks: int) -> None:
-        nonlocal done_passes, last_line
+        nonlocal done_passes
         completed = sum(lengths[:done_passes]) + lengths[done_passes] * done / chunks
         at = f"{done_passes + 1}/{num_passes}"
         bar.update(task, completed=completed, at=at, chunk=f"chunk {done}/{chunks}")
-        if not console.is_terminal and time.monotonic() - last_line > PLAIN_INTERVAL_S:
-            last_line = time.monotonic()
+        if not console.is_terminal and timer.is_due:
+            timer.restart()
             console.print(f"pass {at}  chunk {done}/{chunks}, {completed / total:.0%}", highlight=False)
         done_passes += done == chunks
 

@@ -34,14 +34,6 @@ def plain(value: float) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def tokens(value: float) -> str:
-    """131072 -> "128K"."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if value >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.0f}"
-
-
 def percent(value: float) -> str:
     return f"{100 * value:.3g}%"
 

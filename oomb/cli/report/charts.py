@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oomb.cli.report.chart import Chart, Series, percent, plain, tokens
+from oomb.cli.report.chart import Chart, Series, percent, plain
 from oomb.cli.report.events import Run, number
-from oomb.utils.units import GIB
+from oomb.utils.units import GIB, short_tokens
 
 STEP = "step"
 NEEDLE_ROW = ("length", "accuracy")
@@ -98,7 +98,7 @@ def position_chart(run: Run) -> Chart | None:
         y_label="nats per token",
         series=series,
         about="A model that uses its context predicts late tokens better than early ones. Bars are standard errors.",
-        format_x=tokens,
+        format_x=short_tokens,
         log_x=True,
     )
     return None if chart.is_empty else chart
@@ -126,7 +126,7 @@ def needle_chart(run: Run) -> Chart | None:
         y_label="share of the questions",
         series=series,
         about="Of sentences hidden in the text, those whose code the model tells from the others'.",
-        format_x=tokens,
+        format_x=short_tokens,
         format_y=percent,
         log_x=True,
         from_zero=True,

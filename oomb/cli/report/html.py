@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from oomb.cli.report.chart import Chart, plain, svg, tokens
+from oomb.cli.report.chart import Chart, plain, svg
 from oomb.cli.report.charts import WHEN, needle_cells, needle_chart, position_buckets, position_chart
 from oomb.cli.report.events import Run, dictionary, number
-from oomb.utils.units import gib
+from oomb.utils.units import gib, short_tokens
 
 MOST_ROWS = 200
 """In the table of steps. Of more, as many at equal distances."""
@@ -118,7 +118,7 @@ def _position_table(run: Run) -> str:
             loss = f"{bucket['loss']:.3f}" if error is None else f"{bucket['loss']:.3f} ± {error:.3f}"
             high = "" if bucket["perplexity"] is None else f"{bucket['perplexity']:,.2f}"
             cells.append(Html(f"<td>{high}<small>{loss}</small></td>"))
-        rows.append((f"{tokens(start)} to {tokens(end)}", cells))
+        rows.append((f"{short_tokens(start)} to {short_tokens(end)}", cells))
     head = ("positions", *(WHEN[when] for when in found))
     return table(head, rows, caption="and below it the loss, in nats, with its standard error") if rows else ""
 
@@ -132,7 +132,7 @@ def _needles(when: str, event: dict[str, Any]) -> str:
         heat = (
             Html("<td></td>" if v is None else f'<td class="heat" style="--share:{v:.4f}">{v:.0%}</td>') for v in row
         )
-        rows.append((f"{tokens(length)} tokens", list(heat)))
+        rows.append((f"{short_tokens(length)} tokens", list(heat)))
     said = []
     for name, words in (
         ("accuracy", "found {:.0%}"),

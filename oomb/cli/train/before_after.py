@@ -14,11 +14,8 @@ from oomb.cli.train.signals import StopRequested
 from oomb.data.tokens import Split
 from oomb.eval.evaluate import evaluate
 from oomb.eval.needles import NeedleSettings, build_haystacks
-from oomb.eval.samples import sample_text
+from oomb.eval.samples import PROMPT_SIZE, sample_text
 from oomb.trainers.trainer import Trainer
-
-PROMPT_SIZE = 64
-"""Tokens of text that a sample goes on from, or fewer: half of a short example."""
 
 
 class BeforeAfterEval:
@@ -29,6 +26,7 @@ class BeforeAfterEval:
         source = split.train if split.held_out is None else split.held_out
         self.windows = [source[index]["input_ids"] for index in range(len(source))] if settings.needle_sizes else []
         first = source[0]["input_ids"]
+        # Half of a short example at most, so that there is something to continue.
         self.prompt_T = first[: min(PROMPT_SIZE, max(1, len(first) // 2))]
         self.needle: NeedleSettings | None = None
         self.haystacks: list[Any] = []

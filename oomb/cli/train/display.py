@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from oomb.cli.progress import PLAIN_INTERVAL_S
+from oomb.cli.progress import PlainTimer
 from oomb.cli.train.clock import Clock
 from oomb.cli.train.panel import LivePanel, PanelState
 from oomb.cli.train.signals import SignalHandler
@@ -76,7 +76,7 @@ class TrainingDisplay(TrainerCallback):
         self._first_step = 0
         self._num_batches = 1
         self._tokens_seen: int = 0
-        self._last_line = 0.0
+        self._timer = PlainTimer()
         self._started = time.monotonic()
 
     @property
@@ -103,7 +103,7 @@ class TrainingDisplay(TrainerCallback):
         if done == total and (phase == "gradient" or is_evaluating):
             self.clock.batch += 1
         self._sample()
-        if self._panel is None and time.monotonic() - self._last_line > PLAIN_INTERVAL_S:
+        if self._panel is None and self._timer.is_due:
             left = self.clock.left_s()
             rest = "" if left is None else f", {seconds(left)} left"
             if is_evaluating:
@@ -234,7 +234,7 @@ class TrainingDisplay(TrainerCallback):
             self._panel = None
 
     def _open(self) -> None:
-        self._last_line = time.monotonic()
+        self._timer.restart()
         self._sample()
         if self.is_live:
             self._panel = LivePanel(self.console, self._now, self._printed)
@@ -314,7 +314,7 @@ class TrainingDisplay(TrainerCallback):
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def _print_line(self, line: str) -> None:
-        self._last_line = time.monotonic()
+        self._timer.restart()
         text = Text(line)
         self._printed.append(text)
         self.console.print(text, highlight=False, soft_wrap=True)
