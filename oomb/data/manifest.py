@@ -1,4 +1,4 @@
-"""manifest.json of a folder that `oomb tokenize` wrote: read only if it is whole, and written with its own checksum."""
+"""Read and write the manifest of a folder that `oomb tokenize` wrote, and check it against its own checksum."""
 
 from __future__ import annotations
 

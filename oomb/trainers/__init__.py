@@ -1,1 +1,1 @@
-"""oomb.Trainer, the TRL trainers and their checkpoints."""
+"""`oomb.Trainer`, the TRL trainers and their checkpoints."""
