@@ -111,7 +111,7 @@ class Memory:
         page = chosen.flatten()[:num_chosen].long()
         places[page[page >= edge]] = -1
 
-    def number(
+    def assign_slots(
         self, places: Tensor, which: Tensor, count: Tensor, moved: Tensor, touched: Tensor, buffer: int,
         place_bytes: int, page_bytes: int, edge: int, num_pages: int, num_rows: int, *_: int, **__: Any,
     ) -> None:  # fmt: skip
@@ -122,7 +122,7 @@ class Memory:
         away = pages[pages >= edge]
         moved[0] += page_bytes * (int(touched[:, away].any(0).sum()) if num_rows else len(away))
 
-    def move(
+    def copy_pages(
         self, which: Tensor, count: Tensor, addresses: Tensor, buffer: Tensor, touched: Tensor, page_words: int,
         num_rows: int, *_: int, OUT: bool, **__: Any,
     ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ class Memory:
                 here = buffer[index * page_words : (index + 1) * page_words]
                 (away if OUT else here).copy_(here if OUT else away)
 
-    def widen(
+    def dequantize_pages(
         self, which: Tensor, count: Tensor, addresses: Tensor, buffer: Tensor, touched: Tensor, seed: int, size: int,
         num_heads: int, k_size: int, v_size: int, row_bytes: int, value_at: int, scale_at: int, wide_row: int,
         wide_value_at: int, num_rows: int, flags_b: int, edge: int, *, OUT: bool, **__: Any,

@@ -196,7 +196,7 @@ OPENED = {
     "gpu_tokens": st.integers(0, 15),
     "gpu_out_tokens": st.integers(0, 15),
     "chunks_kept": st.integers(0, 5),
-    "trains": st.booleans(),
+    "needs_grad": st.booleans(),
     "num_layers": st.integers(1, 2),
     "num_heads": st.integers(1, 3),
 }
