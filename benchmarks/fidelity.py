@@ -136,14 +136,14 @@ def read_texts(tokenizer: Any, num_tokens: int, num_samples: int, prose_file: Pa
 
 def store_summaries(engine: Engine, dtype: torch.dtype) -> None:
     """Has the engine store them so. It is no setting: the engine takes what suits the precision of the model."""
-    budget: Any = engine.allocator
-    choosing = budget._choosing
+    allocator: Any = engine.allocator
+    selection_spec = allocator._selection_spec
 
-    def stored_so(layers: Any) -> Any:
-        chosen = choosing(layers)
-        return None if chosen is None else replace(chosen, means_dtype=dtype)
+    def with_dtype(layers: Any) -> Any:
+        spec = selection_spec(layers)
+        return None if spec is None else replace(spec, means_dtype=dtype)
 
-    budget._choosing = stored_so
+    allocator._selection_spec = with_dtype
 
 
 def gradient(

@@ -71,30 +71,17 @@ class GateError(Exception):
 
 
 @dataclass(kw_only=True)
-class Row:
+class Row(bench.StepResult):
     """One step."""
 
-    context: int
     chunk_size: int
     num_layers: int
-    seconds: float | None = None
     fill_seconds: float | None = None
     gradient_seconds: float | None = None
-    tokens_per_second: float | None = None
-    peak_bytes: int = 0
-    reserved_bytes: int = 0
-    gpu_page_bytes: int = 0
-    host_page_bytes: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    waited_seconds: float = 0.0
-    reserve_seconds: float = 0.0
-    loss: float | None = None
     kernels: dict[str, dict[str, Any]] | None = None
     """Of a profiled step, by pass; see `kernel_times.whole_pass`."""
     kernels_problem: str | None = None
     """Why the record of kernels is not to be believed; the time is, all the same."""
-    problem: str | None = None
     source: str | None = None
 
     @property
@@ -201,16 +188,16 @@ class Stand:
             reference: bench.BenchResult | None = None
             sample: dict[str, Tensor] = {}
             for place in places:
-                bench._clear_grads(self.network)
+                bench.clear_grads(self.network)
                 if place is None:
                     loss = bench.StandardStep(self.network)(ids)
                 else:
                     engine = self.engine(chunk_size=chunk_size, page_budget=budget, **place)
                     loss = bench.EngineStep(engine)(ids)
                     engine.release()
-                row = bench.BenchResult(name, ids.shape[1], loss=float(loss))
-                bench._compare(row, reference, self.network, sample)
-                if row.problem is not None:
+                row = bench.BenchResult(mode=name, context=ids.shape[1], loss=float(loss))
+                bench.compare_gradients(row, reference, self.network, sample)
+                if row.is_wrong:
                     raise GateError(f"{name}, {place}, against {places[0] or 'standard training'}: {row.problem}")
                 if row.grad_difference is not None:
                     apart[f"{name}, {'on the GPU' if place is on_gpu else 'on the host'}"] = row.grad_difference
@@ -229,30 +216,25 @@ class Stand:
         row = Row(context=context, chunk_size=engine.config.chunk_size, num_layers=self.num_layers)
         ids, clock = self.ids(context), ChunkClock(self.device)
         watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS) if profile else clock
+        step = bench.EngineStep(engine)
         try:
-            begin = time.perf_counter()
-            # Pinning host memory is a matter of a run's first step, as compilation is.
-            engine.reserve(1, context)
-            row.reserve_seconds = time.perf_counter() - begin
-            engine.reset_stats()
+            step.prepare(ids, row)
             engine.progress = watch
             self.synchronize()
             meter = metrics.MemoryMeter(self.device)
             begin = time.perf_counter()
             clock.start()
-            loss = bench.EngineStep(engine)(ids)
+            loss = step(ids)
             self.synchronize()
             row.seconds = time.perf_counter() - begin
             row.loss = float(loss)
             row.peak_bytes = meter.peak_bytes
             if self.device.type == "cuda":
                 row.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
-            stats, by_pass = engine.stats, clock.seconds()
+            by_pass = clock.seconds()
             row.fill_seconds, row.gradient_seconds = (sum(by_pass[name]) for name in ("fill", "gradient"))
             row.tokens_per_second = context / row.seconds
-            row.gpu_page_bytes, row.host_page_bytes = stats.gpu_peak_bytes, stats.host_peak_bytes
-            row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
-            row.waited_seconds = stats.waited_seconds
+            step.finish(row)
             if isinstance(watch, Profile):
                 row.read(watch, by_pass)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -268,8 +250,7 @@ class Stand:
             torch.cuda.synchronize(self.device)
 
     def clear(self) -> None:
-        bench._reset(self.network)
-        gc.collect()
+        bench.free_memory(self.network)
 
 
 def time_goals(rows: Sequence[Row], limits: dict[int, float], per_token: tuple[int, int, float]) -> list[Goal]:
@@ -295,7 +276,7 @@ def growth(rows: Iterable[Row], num_layers: int = WHOLE_LAYERS) -> tuple[float, 
     layers say what one with all of them takes. One alone gives too much rather than too little."""
     by_layers: dict[int, dict[int, int]] = {}
     for row in rows:
-        if row.problem is None:
+        if row.peak_bytes is not None and row.problem is None:
             by_layers.setdefault(row.num_layers, {})[row.context] = row.peak_bytes
     slopes = {
         layers: (peaks[max(peaks)] - peaks[min(peaks)]) / (max(peaks) - min(peaks)) * 10_000 / 1e6
@@ -333,7 +314,7 @@ def table(report: Report) -> Table:
         "fill": lambda row: units.seconds(row.fill_seconds or 0.0),
         "gradient": lambda row: units.seconds(row.gradient_seconds or 0.0),
         "tokens/s": lambda row: f"{row.tokens_per_second or 0:,.0f}",
-        "peak": lambda row: units.gib(row.peak_bytes),
+        "peak": lambda row: units.gib(row.peak_bytes or 0),
         "pages, GPU": lambda row: units.gib(row.gpu_page_bytes),
         "host": lambda row: units.gib(row.host_page_bytes),
         "moved in, out": lambda row: f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}",
@@ -410,7 +391,7 @@ def run(
                     again = stand.measure(engine, context, profile=True)
                     row.kernels, row.kernels_problem = again.kernels, again.kernels_problem or again.problem
                     report.add(row, path)
-                figures = f"{row.seconds or 0:.2f} s, waited {row.waited_seconds:.2f} s, peak {row.peak_bytes:,} bytes"
+                figures = f"{row.seconds or 0:.2f} s, waited {row.waited_seconds:.2f} s, peak {row.peak_bytes or 0:,} B"
                 say(
                     begin, f"{stand.num_layers} layers, chunks of {chunk_size:,}, {context:,}: {row.problem or figures}"
                 )

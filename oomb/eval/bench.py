@@ -30,7 +30,7 @@ from oomb.models.causal_lm import CausalLM
 from oomb.models.hooks import set_checkpointing
 from oomb.models.load import load_model
 from oomb.planner.flops import step_flops
-from oomb.planner.hardware import PEAK_TFLOPS
+from oomb.planner.hardware import peak_flops
 from oomb.utils import metrics, units
 
 MODES = ("oomb", "standard")
@@ -48,15 +48,13 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 for the loss. Two bfloat16 runs of a deep random model are 0.07 apart."""
 
 
-@dataclass
-class BenchResult:
-    """One mode at one context."""
+@dataclass(kw_only=True)
+class StepResult:
+    """Time, memory and transfers of one measured step."""
 
-    mode: str
     context: int
     seconds: float | None = None
     tokens_per_second: float | None = None
-    mfu: float | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     gpu_page_bytes: int = 0
@@ -66,8 +64,18 @@ class BenchResult:
     waited_seconds: float = 0.0
     reserve_seconds: float = 0.0
     loss: float | None = None
-    grad_difference: float | None = None
     problem: str | None = None
+
+
+@dataclass(kw_only=True)
+class BenchResult(StepResult):
+    """One mode at one context."""
+
+    mode: str
+    mfu: float | None = None
+    grad_difference: float | None = None
+    is_wrong: bool = False
+    """The loss or the gradients disagree with those of the other mode."""
     all_seconds: list[float] = field(default_factory=list)
 
 
@@ -112,7 +120,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        return not any(row.problem and row.problem.startswith("WRONG") for row in self.rows)
+        return not any(row.is_wrong for row in self.rows)
 
 
 def run(
@@ -155,10 +163,10 @@ def run(
             row.mfu = _mfu(row, engine.model, place, keys)
             if row.problem is None:
                 other = next((r for r in rows if r.context == context and r.problem is None), None)
-                _compare(row, other, network, sample, config.keys_read(context) >= context)
+                compare_gradients(row, other, network, sample, config.keys_read(context) >= context)
             # Pages are the engine's; standard training is not charged for them.
             engine.release()
-            _reset(network)
+            free_memory(network)
             rows.append(row)
             if on_row is not None:
                 on_row(row)
@@ -176,14 +184,14 @@ class EngineStep:
         self.engine = engine
         self.is_warm = False
 
-    def prepare(self, ids: Tensor, row: BenchResult) -> None:
+    def prepare(self, ids: Tensor, row: StepResult) -> None:
         """Takes the memory beforehand: pinning it is a matter of a run's first step, as compilation is."""
         begin = time.perf_counter()
         self.engine.reserve(*ids.shape)
         row.reserve_seconds = time.perf_counter() - begin
         self.engine.reset_stats()
 
-    def finish(self, row: BenchResult) -> None:
+    def finish(self, row: StepResult) -> None:
         stats = self.engine.stats
         row.gpu_page_bytes, row.host_page_bytes = stats.gpu_peak_bytes, stats.host_peak_bytes
         row.loaded_bytes, row.stored_bytes = stats.loaded_bytes, stats.stored_bytes
@@ -204,9 +212,9 @@ class StandardStep:
         self.model = CausalLM(network)
         self.head = TokenHead(self.model)
 
-    def prepare(self, ids: Tensor, row: BenchResult) -> None: ...
+    def prepare(self, ids: Tensor, row: StepResult) -> None: ...
 
-    def finish(self, row: BenchResult) -> None: ...
+    def finish(self, row: StepResult) -> None: ...
 
     def __call__(self, ids: Tensor) -> Tensor:
         ids = ids.to(self.model.device)
@@ -242,10 +250,10 @@ def _measure(
             # Compilation, kernel plans and the allocator's first requests belong to a first step, not to the pace.
             step(ids[:, :WARM_UP])
             step.is_warm = True
-        _clear_grads(network)
+        clear_grads(network)
         step.prepare(ids, row)
         for _ in range(repeats):
-            _clear_grads(network)
+            clear_grads(network)
             if on_gpu:
                 torch.cuda.synchronize()
             meter = metrics.MemoryMeter(place)
@@ -265,7 +273,7 @@ def _measure(
     return row
 
 
-def _compare(
+def compare_gradients(
     row: BenchResult, other: BenchResult | None, network: nn.Module, sample: dict[str, Tensor], covers_all: bool = True
 ) -> None:
     """Keeps a sample of the first mode's gradients; compares the second mode with it. Gradients of a step that reads
@@ -281,16 +289,17 @@ def _compare(
     tolerance = HALF_TOLERANCE if next(network.parameters()).dtype.itemsize < 4 else TOLERANCE
     # Written so that NaN, which compares as false, counts as wrong.
     if covers_all and not (abs(row.loss / other.loss - 1) <= tolerance / 10 and row.grad_difference <= tolerance):
+        row.is_wrong = True
         row.problem = f"WRONG: loss {row.loss:.4f} against {other.loss:.4f}, gradients {row.grad_difference:.1e} apart"
 
 
-def _clear_grads(network: nn.Module) -> None:
+def clear_grads(network: nn.Module) -> None:
     for parameter in network.parameters():
         parameter.grad = None
 
 
-def _reset(network: nn.Module) -> None:
-    _clear_grads(network)
+def free_memory(network: nn.Module) -> None:
+    clear_grads(network)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -301,6 +310,5 @@ def _mfu(row: BenchResult, model: CausalLM, place: torch.device, keys: int) -> f
     known."""
     if row.seconds is None or place.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(place)
-    peak = next((rate for key, rate in PEAK_TFLOPS.items() if key in name), None)
-    return step_flops(model, row.context, keys) / row.seconds / (peak * 1e12) if peak else None
+    peak = peak_flops(torch.cuda.get_device_name(place))
+    return None if peak is None else step_flops(model, row.context, keys) / row.seconds / peak

@@ -14,7 +14,7 @@ from command import invoke
 from tokenizer import save_chats, small_tokenizer
 
 from oomb.cli import main
-from oomb.eval.evaluate import EvalSettings, tokenizer_name_of
+from oomb.eval.run import EvalSettings, tokenizer_name_of
 from oomb.models import adapters, presets
 
 SMALL = ["--max_length", "256", "--chunk_size", "64", "--device", "cpu"]

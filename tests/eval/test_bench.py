@@ -11,6 +11,7 @@ import torch
 
 from oomb.engine.engine import Engine
 from oomb.eval import bench
+from oomb.models.causal_lm import CausalLM
 from oomb.models.load import load_model
 from oomb.models.presets import PRESETS
 from oomb.planner import flops
@@ -74,7 +75,19 @@ def test_a_wrong_result_is_called_wrong(wrong: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench.EngineStep, "__call__", spoiled)
     report = bench.run("demo", [64], chunk_size=16, device="cpu")
     assert not report.is_right
-    assert report.rows[1].problem is not None and report.rows[1].problem.startswith("WRONG")
+    assert report.rows[1].is_wrong and "WRONG" in (report.rows[1].problem or "")
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", None), (None, None)])
+def test_mfu_is_a_share_of_the_peak_of_a_known_gpu(
+    name: str | None, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = CausalLM(load_model("demo", device="cpu"))
+    row = bench.BenchResult(mode="oomb", context=1000, seconds=2.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    device = torch.device("cpu" if name is None else "cuda")
+    expected = None if peak is None else pytest.approx(flops.step_flops(model, 1000, 500) / 2 / peak)
+    assert bench._mfu(row, model, device, 500) == expected
 
 
 def test_bad_requests_are_refused_before_any_work() -> None:
@@ -87,8 +100,6 @@ def test_bad_requests_are_refused_before_any_work() -> None:
 
 
 def test_flops_count_matrices_and_attention() -> None:
-    from oomb.models.causal_lm import CausalLM
-
     model = CausalLM(load_model("demo", device="cpu"))
     shape = PRESETS["demo"]
     layers, hidden, wide = shape["num_hidden_layers"], shape["hidden_size"], shape["intermediate_size"]

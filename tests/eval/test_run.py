@@ -21,9 +21,9 @@ from oomb.cli.eval.tables import needle_table
 from oomb.config import Config
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
-from oomb.eval.evaluate import tokenizer_for
 from oomb.eval.needles import LEAD, NeedleSettings, build_haystacks, needle_scores
 from oomb.eval.perplexity import perplexity_by_position
+from oomb.eval.run import tokenizer_for
 from oomb.eval.samples import decode, sample_text
 from oomb.models import load as load_module
 from oomb.models import presets

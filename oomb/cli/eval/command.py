@@ -118,8 +118,8 @@ def eval_(
             load.check_model_name(model)
         quiet()
         from oomb.cli.eval.run import run
-        from oomb.eval.evaluate import EvalSettings
         from oomb.eval.needles import NeedleSettings
+        from oomb.eval.run import EvalSettings
 
         needle = None
         if lengths:

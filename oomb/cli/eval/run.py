@@ -23,8 +23,8 @@ from oomb.data.dataset import unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.engine.engine import Engine
-from oomb.eval.evaluate import EvalSettings, evaluate, read_examples, tokenizer_for, tokenizer_name_of
 from oomb.eval.needles import build_haystacks
+from oomb.eval.run import EvalSettings, evaluate, read_examples, tokenizer_for, tokenizer_name_of
 from oomb.eval.samples import PROMPT_SIZE, sample_text
 from oomb.models import load
 from oomb.models.adapters import base_of, with_adapters

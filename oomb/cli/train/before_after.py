@@ -12,8 +12,8 @@ from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.settings import TrainSettings
 from oomb.cli.train.signals import StopRequested
 from oomb.data.tokens import Split
-from oomb.eval.evaluate import evaluate
 from oomb.eval.needles import NeedleSettings, build_haystacks
+from oomb.eval.run import evaluate
 from oomb.eval.samples import PROMPT_SIZE, sample_text
 from oomb.trainers.trainer import Trainer
 
