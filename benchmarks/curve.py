@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from result_files import seconds, term_bytes
+from common import OUT, new_figure, save, save_figure, seconds, term_bytes
 from rich.console import Console
 from rich.table import Table
 
 from oomb.utils.units import short_tokens
 
-RESULTS = Path("benchmarks/results")
-FILES = [RESULTS / "curve_host.json", RESULTS / "curve_brim.json"]
+FILES = [OUT / "curve_host.json", OUT / "curve_brim.json"]
 ASKED = 5.0
 """MB of GPU memory per 10,000 tokens, at the most."""
 OFFLOADED = ("host", "host-brim")
@@ -123,11 +122,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Time per token, GPU memory and host memory, one below the other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 8)
     panels = figure.subplots(3, 1, sharex=True)
     for place in dict.fromkeys(row["place"] for row in rows):
         mine = [row for row in rows if row["place"] == place]
@@ -149,8 +144,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     panels[-1].set_xticks(contexts, [short_tokens(n) for n in contexts])
     panels[-1].set_xlabel("tokens of context")
     panels[0].legend(frameon=False, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
@@ -189,7 +183,7 @@ def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
 
 def main(
     files: Annotated[list[Path] | None, typer.Argument(help="What plan_check.py wrote.")] = None,
-    out: Annotated[Path, typer.Option(help="The picture; its numbers go beside it, in .json.")] = RESULTS / "curve.png",
+    out: Annotated[Path, typer.Option(help="The picture; its numbers go beside it, in .json.")] = OUT / "curve.png",
 ) -> None:
     console = Console(width=120)
     paths, numbers = files or FILES, out.with_suffix(".json")
@@ -211,7 +205,7 @@ def main(
     if sooner is not None:
         console.print(f"from {before[0]['context']:,} on, while staging buffers grow: {sooner:.2f} MB")
     plot(rows, out)
-    numbers.write_text(json.dumps(record(rows, paths), indent=1) + "\n")
+    save(record(rows, paths), numbers)
     console.print(f"drawn in {out}, in numbers in {numbers}")
     raise typer.Exit(0 if grown is None or grown <= ASKED else 1)
 

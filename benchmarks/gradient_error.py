@@ -9,7 +9,6 @@ Writes a table and a JSON under benchmarks/results/.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
+from common import OUT, save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -124,11 +124,10 @@ def main(
         table.add_row(name, f"{losses[name]:.5f}", f"{relative[-1]:.4f}", f"{relative[len(relative) // 2]:.4f}",
                       f"{ratio:.3f}", f"{min(lengths):.4f}", f"{max(lengths):.4f}")  # fmt: skip
     Console(width=140).print(table, f"loss in float32: {losses['float32']:.5f}")
-    path = out or Path(f"benchmarks/results/gradient_error_{model}_{context}_{chunk_size}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = out or OUT / f"gradient_error_{model}_{context}_{chunk_size}.json"
     record = {"model": model, "context": context, "chunk_size": chunk_size, "losses": losses, "summary": summary,
               "layers": results, "machine": metrics.machine()}  # fmt: skip
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    save(record, path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from result_files import exists, load, seconds, steps
+from common import exists, load, seconds, steps
 
 from oomb.planner.fit import SPARE_HOST_BYTES
 from oomb.utils import units

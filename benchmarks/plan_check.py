@@ -13,7 +13,6 @@ tables pass over its rows, and without --out it goes beside the file of whole st
 from __future__ import annotations
 
 import gc
-import json
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from common import OUT, save
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -70,7 +70,7 @@ PLACES: dict[str, dict[str, Any]] = {
 """All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim; none on the
 GPU, and the host filled to the brim."""
 OPTIMIZERS = ("none", "adamw", *OFFLOADED_STATES)
-OUT, REHEARSAL_OUT = (Path(f"benchmarks/results/plan_check{end}.json") for end in ("", "_rehearsal"))
+WHOLE, REHEARSAL = (OUT / f"plan_check{end}.json" for end in ("", "_rehearsal"))
 TOLERANCE = 0.03
 NOT_PLANNED = "predicted not to fit"
 WARM_UP_CHUNKS = {"dense": 3, "chosen": 16}
@@ -130,7 +130,7 @@ def main(
     ] = None,
     limit: Annotated[str | None, typer.Option(help="Hold the process to so much GPU memory, as in 24GiB.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help=f"Where to write. Default: {OUT}, with --layers {REHEARSAL_OUT}.")
+        Path | None, typer.Option(help=f"Where to write. Default: {WHOLE}, with --layers {REHEARSAL}.")
     ] = None,
 ) -> None:
     console = Console(width=150)
@@ -142,7 +142,7 @@ def main(
     for wanted, there in ((chosen, CASES), (where, PLACES), ([optimizer], OPTIMIZERS)):
         if unknown := [name for name in wanted if name not in there]:
             raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(there)}")
-    path = out or (OUT if layers is None else REHEARSAL_OUT)
+    path = out or (WHOLE if layers is None else REHEARSAL)
     machine = find_machine(None, None)
     if limit is not None:
         # As on a card of this size, whose CUDA context takes its part.
@@ -151,7 +151,7 @@ def main(
         machine = replace(machine, gpu_bytes=parse_bytes(limit))
     rows: list[Row] = []
 
-    def save(row: Row) -> None:
+    def keep(row: Row) -> None:
         if not any(row is one for one in rows):
             rows.append(row)
         write(path, model, layers, limit, rows)
@@ -171,7 +171,7 @@ def main(
             for place in where:
                 for context in lengths:
                     with autocast_for(network):
-                        row = check(network, machine, compiled, case, place, context, optimizer, layers, save)
+                        row = check(network, machine, compiled, case, place, context, optimizer, layers, keep)
                     figures = (
                         f"{row.measured_seconds:.2f} s, waited {row.waited_seconds:.3f} s, {row.measured_gpu_bytes}"
                     )
@@ -185,10 +185,9 @@ def main(
 
 def write(path: Path, model: str, layers: int | None, limit: str | None, rows: list[Row]) -> None:
     """After every row: a run that is cut off keeps what it has measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     report = {"model": model, "layers": layers, "machine": metrics.machine(), "limit": limit,
               "rows": [asdict(row) for row in rows]}  # fmt: skip
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    save(report, path)
 
 
 def check(
@@ -200,7 +199,7 @@ def check(
     context: int,
     optimizer: str,
     layers: int | None,
-    save: Callable[[Row], None],
+    keep: Callable[[Row], None],
 ) -> Row:
     """Predicts a step, takes it, and puts both side by side. What came of it is saved as it comes."""
     settings: dict[str, Any] = {"keep_attention": False, "keep_last_chunk": "auto", **CASES[case][1], **PLACES[place]}
@@ -227,7 +226,7 @@ def check(
     if not plan.fits:
         reach = f"; {plan.longest_context:,} tokens would" if plan.longest_context else ""
         row.problem = f"{NOT_PLANNED}: {plan.problem} ({units.gib(free_host_bytes())} of host memory are free){reach}"
-        save(row)
+        keep(row)
         return row
     row.predicted_gpu_bytes, row.predicted_host_bytes = plan.peak_gpu_bytes, plan.host_bytes
     row.predicted_seconds, row.terms = plan.seconds, [asdict(term) for term in plan.terms]
@@ -237,7 +236,7 @@ def check(
     def at(part: str) -> None:
         """What is being done is what was the matter, if nothing is heard of it again."""
         row.problem = f"stopped while {part}"
-        save(row)
+        keep(row)
 
     try:
         measure(engine, network, context, row, states, at)
@@ -246,7 +245,7 @@ def check(
         traceback.print_exc()
         row.problem = f"{row.problem}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finally:
-        save(row)
+        keep(row)
         del engine
         network.zero_grad(set_to_none=True)
         clear()

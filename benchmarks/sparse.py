@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from common import OUT, Device, Log, save
 from kernel_times import ChunkClock, Profile, clocks_problem, take_waits, whole_pass
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -63,7 +63,7 @@ WARM_UP_CHUNKS = 16
 NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
 """Stretches of each pass that are profiled, and chunks of each."""
 
-console = Console(width=150)
+log = Log(width=150)
 
 
 class GateError(Exception):
@@ -141,15 +141,14 @@ class Report:
                 report.gates = before["gates"]
                 report.rows = [Row(**row) for row in before["rows"]]
             else:
-                console.print(f"{path} has other settings: its rows are dropped", style="yellow")
+                log.console.print(f"{path} has other settings: its rows are dropped", style="yellow")
         return report
 
     def add(self, row: Row, path: Path) -> None:
         row.source = self.machine["source"]
         self.rows = sorted([r for r in self.rows if r.key != row.key] + [row], key=lambda r: r.key)
         self.goals = goals_of(self)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        save(asdict(self), path)
 
 
 class Stand:
@@ -371,18 +370,18 @@ def run(
 ) -> Report:
     """Measures all rows of a case: the smallest model first, the shortest context first."""
     path = out / f"sparse_{model}_{case}.json"
-    report, begin = Report.open(path, case, model, settings), time.monotonic()
+    report = Report.open(path, case, model, settings)
     for num_layers in layers:
         stand = Stand(model, num_layers, device, settings)
         for chunk_size in chunk_sizes:
             apart = stand.gate(chunk_size)
             report.gates[f"{stand.num_layers} layers, chunks of {chunk_size}"] = apart
-            say(begin, f"gate passed, gradients at most {max(apart.values()):.1e} apart")
+            log(f"gate passed, gradients at most {max(apart.values()):.1e} apart")
             engine = stand.engine(chunk_size=chunk_size)
             stand.warm_up(engine)
             if profiled:
                 check_profiler(stand, engine)
-            say(begin, "warm")
+            log("warm")
             for context in sorted(contexts):
                 row = stand.measure(engine, context)
                 report.add(row, path)
@@ -392,14 +391,12 @@ def run(
                     row.kernels, row.kernels_problem = again.kernels, again.kernels_problem or again.problem
                     report.add(row, path)
                 figures = f"{row.seconds or 0:.2f} s, waited {row.waited_seconds:.2f} s, peak {row.peak_bytes or 0:,} B"
-                say(
-                    begin, f"{stand.num_layers} layers, chunks of {chunk_size:,}, {context:,}: {row.problem or figures}"
-                )
+                log(f"{stand.num_layers} layers, chunks of {chunk_size:,}, {context:,}: {row.problem or figures}")
             del engine
         del stand
         gc.collect()
-    console.print(table(report))
-    console.print(f"written to {path}")
+    log.console.print(table(report))
+    log.console.print(f"written to {path}")
     return report
 
 
@@ -408,10 +405,6 @@ def check_profiler(stand: Stand, engine: Engine) -> None:
     row = stand.measure(engine, WARM_UP_CHUNKS * engine.config.chunk_size, profile=True)
     if row.problem is not None or row.kernels_problem is not None:
         raise GateError(f"the profiler: {row.problem or row.kernels_problem}")
-
-
-def say(begin: float, text: str) -> None:
-    console.print(f"{time.monotonic() - begin:.0f} s: {text}", style="dim", highlight=False)
 
 
 def goals_of(report: Report) -> list[Goal]:
@@ -437,8 +430,8 @@ def main(
     layers: Annotated[str, typer.Option(help="Only the first so many layers, as in 7,14.")] = "",
     budget: Annotated[int, typer.Option(help="Pages of the past that a tile of queries reads.")] = BUDGET,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = PAGE_SIZE,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("benchmarks/results"),
+    device: Device = "auto",
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = OUT,
 ) -> None:
     if case not in CASES:
         raise typer.BadParameter(f"{case!r} is no case; the cases are {', '.join(CASES)}")
@@ -460,15 +453,15 @@ def main(
             settings={"page_size": page_size, "page_budget": budget, **more},
         )
     except GateError as error:
-        console.print(f"the gate is shut: {error}", style="bold red", highlight=False)
+        log.verdict(f"the gate is shut: {error}", False)
         raise typer.Exit(1) from None
     if any(row.kernels is not None for row in report.rows):
-        console.print(kernel_table(report.rows))
+        log.console.print(kernel_table(report.rows))
     for row in report.rows:
         if row.kernels_problem is not None:
-            console.print(f"{row.context:,}, kernels: {row.kernels_problem}", style="bold red", highlight=False)
+            log.verdict(f"{row.context:,}, kernels: {row.kernels_problem}", False)
     for goal in report.goals:
-        console.print(str(goal), style="green" if goal.is_met else "bold red", highlight=False)
+        log.verdict(str(goal), goal.is_met)
     is_right = all(goal.is_met for goal in report.goals) and all(
         row.problem is None and row.kernels_problem is None for row in report.rows
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from common import exists, load
 from long_tables import long_steps
-from result_files import exists, load
 
 SPARSE = "sparse_qwen2.5-7b_{}.json"
 TRAINED = "train_sparse.json"

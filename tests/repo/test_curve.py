@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import typer
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
+import common
 import curve
+import pytest
+from scripts import run_benchmark
 
 KIB = 1024
 
@@ -31,9 +27,7 @@ def call(folder: Path, *reports: list[dict[str, Any]], out: str = "curve.png") -
     for index, rows in enumerate(reports):
         paths.append(folder / f"{index}.json")
         paths[-1].write_text(json.dumps({"model": "any", "machine": {"number": index}, "rows": rows}))
-    app = typer.Typer()
-    app.command()(curve.main)
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [*map(str, paths), "--out", str(folder / out)])
+    return run_benchmark(curve.main, *paths, "--out", folder / out)
 
 
 @pytest.mark.parametrize(("more", "exit_code"), [(4_000_000, 0), (6_000_000, 1)])
@@ -86,8 +80,8 @@ def test_growth_is_counted_from_the_start_where_buffers_say_nothing(tmp_path: Pa
 
 
 def test_the_committed_numbers_are_those_of_the_files() -> None:
-    files = [curve.RESULTS / path.name for path in curve.FILES]
-    numbers = json.loads((curve.RESULTS / "curve.json").read_text())
+    files = [common.RESULTS / path.name for path in curve.FILES]
+    numbers = json.loads((common.RESULTS / "curve.json").read_text())
     assert numbers == json.loads(json.dumps(curve.record(curve.read(files), files)))
 
 

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import common
+import eight_bits
 import pytest
+import smollm2
 import torch
+import update_tables
 from families import build
 from letters import Letters
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import eight_bits
-import result_files
-import smollm2
-import typer
-import update_tables
+from scripts import run_benchmark
 
 
 def call(model: str, out: Path, *more: str, chunk_size: str = "128") -> Any:
-    app = typer.Typer()
-    app.command()(eight_bits.main)
     shape = ["--tokens", "384", "--chunk-size", chunk_size, "--device", "cpu", "--out", str(out)]
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [model, *shape, *more])
+    return run_benchmark(eight_bits.main, model, *shape, *more)
 
 
 def test_cosines_are_measured_and_documents_say_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert update_tables.eight_bits() == ""
     monkeypatch.setattr(smollm2, "load", lambda gguf, device: (build("llama").float(), Letters()))
     out = tmp_path / "eight_bits_smollm2.json"
@@ -98,7 +91,7 @@ def test_random_weights_of_several_deviations(tmp_path: Path, monkeypatch: pytes
         return measure(network, *args)
 
     monkeypatch.setattr(eight_bits, "measure", note)
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(update_tables, "EIGHT_BITS", {"report.json": "demo shape"})
     done = call("demo", tmp_path / "report.json", "--stds", "0.1,0.008")
     record = json.loads((tmp_path / "report.json").read_text())

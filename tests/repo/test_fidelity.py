@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import common
+import fidelity
 import pytest
+import smollm2
+import sparse_tables
 import torch
 from families import build
 from letters import Letters
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import fidelity
-import result_files
-import smollm2
-import sparse_tables
-import typer
+from scripts import run_benchmark
 
 import oomb
 from oomb.ops import page_scores
@@ -43,11 +38,8 @@ def network() -> Any:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, network: Any) -> typer.Typer:
+def small_weights(monkeypatch: pytest.MonkeyPatch, network: Any) -> None:
     monkeypatch.setattr(smollm2, "load", lambda gguf, device: (network, Letters()))
-    app = typer.Typer()
-    app.command()(fidelity.main)
-    return app
 
 
 def arguments(out: Path, *more: str) -> list[str]:
@@ -108,9 +100,10 @@ def test_what_is_asked_for_can_be_missed() -> None:
     assert [a["reached"] for a in fidelity.asked([], 8192)] == [None] * 3
 
 
-def test_the_command_writes_its_report_and_its_picture(command: typer.Typer, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_weights")
+def test_the_command_writes_its_report_and_its_picture(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "report.json"
-    done = CliRunner().invoke(command, arguments(out))
+    done = run_benchmark(fidelity.main, *arguments(out))
     assert done.exit_code == 0, done.output
     record = json.loads(out.read_text())
     assert "dequantised" in record["weights"] and record["machine"]["python"] and record["settings"]["tf32"] is False
@@ -120,11 +113,12 @@ def test_the_command_writes_its_report_and_its_picture(command: typer.Typer, tmp
     picture = out.with_suffix(".png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
-    assert CliRunner().invoke(command, arguments(out, "--redraw")).exit_code == 0 and picture.exists()
+    assert run_benchmark(fidelity.main, *arguments(out, "--redraw")).exit_code == 0 and picture.exists()
 
 
+@pytest.mark.usefixtures("small_weights")
 def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
-    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradient = fidelity.gradient
 
@@ -133,11 +127,12 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
         return loss, {name: g * 1.001 if config.page_budget == 8 else g for name, g in grads.items()}
 
     monkeypatch.setattr(fidelity, "gradient", off)
-    done = CliRunner().invoke(command, arguments(tmp_path / "report.json"))
+    done = run_benchmark(fidelity.main, *arguments(tmp_path / "report.json"))
     assert done.exit_code == 1 and "WRONG: not dense" in done.output
     assert json.loads((tmp_path / "report.json").read_text())["is_right"] is False
 
 
+@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -150,8 +145,8 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(command: typer.Typer, tmp_path: Path, options: list[str], said: str) -> None:
-    done = CliRunner(env={"COLUMNS": "400"}).invoke(command, arguments(tmp_path / "report.json", *options))
+def test_what_cannot_be_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
+    done = run_benchmark(fidelity.main, *arguments(tmp_path / "report.json", *options))
     assert done.exit_code == 2 and said in done.output
 
 
@@ -180,12 +175,11 @@ def test_texts_are_real_and_do_not_overlap(tmp_path: Path) -> None:
     assert [text.name for text in mine] == ["novel.txt, part 1", "novel.txt, part 2"]
 
 
-def test_the_documents_say_nothing_before_it_is_measured(
-    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+@pytest.mark.usefixtures("small_weights")
+def test_the_documents_say_nothing_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert sparse_tables.fidelity() == ""
-    assert CliRunner().invoke(command, arguments(tmp_path / "fidelity_smollm2.json")).exit_code == 0
+    assert run_benchmark(fidelity.main, *arguments(tmp_path / "fidelity_smollm2.json")).exit_code == 0
     section = sparse_tables.fidelity()
     assert section.startswith("## How faithful") and "fidelity_smollm2.png" in section
     record = json.loads((tmp_path / "fidelity_smollm2.json").read_text())
@@ -194,6 +188,7 @@ def test_the_documents_say_nothing_before_it_is_measured(
     assert len(cosines) == 2 and all(cosine in line for cosine in cosines)
 
 
+@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize(
     "name, dtype, file",
     [
@@ -202,7 +197,7 @@ def test_the_documents_say_nothing_before_it_is_measured(
     ],
 )
 def test_summaries_are_stored_as_asked_for(
-    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, file: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, file: str
 ) -> None:
     dtypes, summarise = [], page_scores.summarize
 
@@ -214,7 +209,7 @@ def test_summaries_are_stored_as_asked_for(
     monkeypatch.chdir(tmp_path)
     shape = arguments(Path("unused"))
     del shape[shape.index("--out") :]
-    done = CliRunner().invoke(command, [*shape, "--summaries", name])
+    done = run_benchmark(fidelity.main, *shape, "--summaries", name)
     assert done.exit_code == 0, done.output
     assert set(dtypes) == {dtype}
     [written] = (tmp_path / "benchmarks" / "results").glob("*.json")
@@ -226,12 +221,11 @@ def test_the_engine_decides_how_summaries_are_stored_unless_told(network: Any, m
     fidelity.gradient(network, texts(32, 1)[0].ids, oomb.Config(**SHAPE, page_budget=2))
 
 
-def test_both_kinds_of_summaries_stand_side_by_side(
-    command: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+@pytest.mark.usefixtures("small_weights")
+def test_both_kinds_of_summaries_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     out = tmp_path / "fidelity_smollm2.json"
-    assert CliRunner().invoke(command, arguments(out)).exit_code == 0
+    assert run_benchmark(fidelity.main, *arguments(out)).exit_code == 0
     alone = sparse_tables.fidelity()
     assert "--summaries float8" not in alone
     record = json.loads(out.read_text())

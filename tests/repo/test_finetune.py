@@ -8,24 +8,19 @@ import inspect
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from tokenizer import small_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
+import common
 import finetune
-import result_files
+import pytest
 import smollm2
-import typer
+import torch
 import update_tables
 from browser import browse, find_browser, picture
+from scripts import run_benchmark
+from tokenizer import small_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from oomb.models import presets
 from oomb.utils.units import parse_tokens
@@ -34,9 +29,7 @@ LENGTH = 2048
 
 
 def call(*words: str | Path) -> Any:
-    app = typer.Typer()
-    app.command()(finetune.main)
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return run_benchmark(finetune.main, *words)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +168,8 @@ def test_the_documents_section_is_made_of_the_record(
     results, docs = tmp_path / "benchmarks" / "results", tmp_path / "docs"
     for folder in (results, docs):
         folder.mkdir(parents=True)
-    monkeypatch.setattr(result_files, "RESULTS", results)
-    monkeypatch.setattr(result_files, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", results)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
     assert update_tables.finetune() == ""
     record = json.loads((out / "finetune_smollm2.json").read_text())
     record["needle"]["after"] |= {"accuracy": 0.625, "share": 0.5}

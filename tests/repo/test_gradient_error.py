@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import gradient_error
-import typer
+import pytest
+from scripts import run_benchmark
 
 
 def call(out: Path, variants: str) -> Any:
-    app = typer.Typer()
-    app.command()(gradient_error.main)
     step = ["--model", "demo", "--context", "256", "--chunk-size", "64", "--variants", variants, "--out", str(out)]
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, step)
+    return run_benchmark(gradient_error.main, *step)
 
 
 def test_pages_in_eight_bits_are_measured_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

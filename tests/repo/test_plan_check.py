@@ -4,22 +4,17 @@ a step comes to nothing."""
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-from families import build
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
+import common
 import plan_check
-import result_files
-import typer
+import pytest
 import update_tables
+from families import build
+from scripts import run_benchmark
 
 from oomb.config import Config
 from oomb.models import load
@@ -51,9 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
 
 
 def call(out: Path, *arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(plan_check.main)
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [*arguments, "--out", str(out)])
+    return run_benchmark(plan_check.main, *arguments, "--out", out)
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -183,11 +176,9 @@ def test_a_rehearsal_leaves_the_file_of_whole_steps_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     machine[0] = Machine(gpu_bytes=2**20, host_bytes=0)
-    app = typer.Typer()
-    app.command()(plan_check.main)
     step = ["--model", "demo", "--cases", "full", "--places", "gpu", "--contexts", "8K"]
     for more, name in (([], "plan_check.json"), (["--layers", "1"], "plan_check_rehearsal.json")):
-        assert CliRunner().invoke(app, [*step, *more]).exit_code == 0
+        assert run_benchmark(plan_check.main, *step, *more).exit_code == 0
         path = tmp_path / "benchmarks" / "results" / name
         assert rows(path)
         path.unlink()
@@ -201,10 +192,10 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_tables_pass_over_rehearsals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [row for row in result_files.load("plan_check.json")["rows"] if row["case"] == "full-lean-kept"]
+    whole = [row for row in common.load("plan_check.json")["rows"] if row["case"] == "full-lean-kept"]
     rehearsed = {**whole[-1], "context": 2**24, "layers": 2}
     (tmp_path / "plan_check.json").write_text(json.dumps({"rows": [*whole, rehearsed]}))
     before = update_tables.tiers()
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert update_tables.tiers() == before
-    assert [row["context"] for row in result_files.steps("plan_check.json")] == [row["context"] for row in whole]
+    assert [row["context"] for row in common.steps("plan_check.json")] == [row["context"] for row in whole]

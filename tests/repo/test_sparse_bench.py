@@ -6,25 +6,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
+import common
 import kernel_times
-import result_files
+import pytest
 import smollm2
 import sparse
 import sparse_tables
+import torch
 import train_sparse
-import typer
 from kernel_times import Kernel
+from scripts import run_benchmark
 
 from oomb.engine.engine import Engine
 from oomb.eval import bench
@@ -37,12 +31,6 @@ SMALL = ["--model", "demo", "--device", "cpu", "--page-size", "16", "--budget", 
 @pytest.fixture(autouse=True)
 def short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "WARM_UP_CHUNKS", 2)
-
-
-def call(program: Callable[..., None], *words: str) -> Any:
-    app = typer.Typer()
-    app.command()(program)
-    return CliRunner().invoke(app, list(words))
 
 
 def step(context: int, seconds: float | None = None, **fields: Any) -> sparse.Row:
@@ -93,7 +81,7 @@ def test_nothing_is_measured_behind_a_shut_gate(wrong: str, tmp_path: Path, monk
         return loss
 
     monkeypatch.setattr(bench.EngineStep, "__call__", spoiled)
-    result = call(sparse.main, "times", *SMALL, "--contexts", "512", "--layers", "1", "--out", str(tmp_path))
+    result = run_benchmark(sparse.main, "times", *SMALL, "--contexts", "512", "--layers", "1", "--out", str(tmp_path))
     assert result.exit_code == 1 and not list(tmp_path.iterdir())
     assert "the gate is shut" in result.output and ("all pages" if wrong == "covering" else "chosen") in result.output
 
@@ -106,7 +94,7 @@ def test_a_missed_goal_is_an_exit_code(
     for name, value in {"MODEL": "demo", "CHUNK_SIZE": 128, "PAGE_SIZE": 16, "BUDGET": 4, "WHOLE_LAYERS": 1}.items():
         monkeypatch.setattr(sparse, name, value)
     monkeypatch.setattr(sparse, "GOAL_SECONDS", {512: limit})
-    result = call(sparse.main, "times", *SMALL, "--contexts", "512", "--layers", "1", "--out", str(tmp_path))
+    result = run_benchmark(sparse.main, "times", *SMALL, "--contexts", "512", "--layers", "1", "--out", str(tmp_path))
     assert result.exit_code == exit_code, result.output
     assert ("NOT MET" in result.output) == (exit_code == 1)
     [goal] = json.loads((tmp_path / "sparse_demo_times.json").read_text())["goals"]
@@ -114,10 +102,10 @@ def test_a_missed_goal_is_an_exit_code(
 
 
 def test_bad_requests_are_refused() -> None:
-    assert call(sparse.main, "fast").exit_code == 2
+    assert run_benchmark(sparse.main, "fast").exit_code == 2
     if not torch.cuda.is_available():
-        assert call(sparse.main, "times", "--profile", "128K", "--model", "demo").exit_code == 2
-    assert call(train_sparse.main, "--mode", "fast").exit_code == 2
+        assert run_benchmark(sparse.main, "times", "--profile", "128K", "--model", "demo").exit_code == 2
+    assert run_benchmark(train_sparse.main, "--mode", "fast").exit_code == 2
 
 
 def test_out_of_memory_is_a_row_and_a_missed_goal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +306,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def training(out: Path, mode: str, budget: int = 64, steps: int = 12) -> Any:
-    return call(
+    return run_benchmark(
         train_sparse.main, "--mode", mode, "--steps", str(steps), "--length", "256", "--chunk-size", "64",
         "--page-size", "16", "--budget", str(budget), "--learning-rate", "1e-2", "--device", "cpu", "--out", str(out),
     )  # fmt: skip
@@ -378,7 +366,7 @@ def test_windows_come_in_one_order_and_all_of_them() -> None:
 
 
 def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert sparse_tables.sparse_summary() == sparse_tables.sparse_details() == ""
     machine = {"gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "source": "abc"}
     measured = {
