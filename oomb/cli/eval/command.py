@@ -11,7 +11,6 @@ from oomb.cli.errors import PRESET_NAMES, CommandOfSettings, engine_settings, on
 from oomb.cli.options import DATA, OUTPUT, Device, Dtype, TrustRemoteCode, with_engine_options, with_options
 from oomb.cli.train.settings import check_value
 from oomb.models import load
-from oomb.models import load as load_module
 from oomb.utils.units import parse_list, parse_tokens
 
 NEEDLES = "Needles in a haystack"
@@ -114,22 +113,15 @@ def eval_(
         )
         for name, value in reading.items():
             check_value(name, value)
-        if not load_module.holds_adapters(model):
+        if not load.holds_adapters(model):
             load.check_model_name(model)
         quiet()
         from oomb.cli.eval.run import run
         from oomb.eval.needles import NeedleSettings
         from oomb.eval.run import EvalSettings
 
-        needle = None
-        if lengths:
-            needle = NeedleSettings(
-                lengths=lengths,
-                num_depths=needle_depths,
-                num_candidates=needle_candidates,
-                num_haystacks=needle_haystacks,
-                seed=seed,
-            )
+        counts = {"num_depths": needle_depths, "num_candidates": needle_candidates, "num_haystacks": needle_haystacks}
+        needle = NeedleSettings(lengths=lengths, seed=seed, **counts) if lengths else None
         chosen = EvalSettings(
             model_name_or_path=model,
             **reading,
