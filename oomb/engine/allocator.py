@@ -17,9 +17,10 @@ from oomb.memory.rows import LayerRows, RowLayout, kv_row
 from oomb.memory.selected import SelectionSpec
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
-from oomb.models.causal_lm import CausalLM, LayerShape
-from oomb.models.probe import model_shape
-from oomb.models.shape import LayerFacts
+from oomb.models.causal_lm import CausalLM
+from oomb.models.hooks import autocast_dtype
+from oomb.models.probe import model_shape, record_shapes
+from oomb.models.shape import LayerShape
 from oomb.planner.fit import place_or_raise
 from oomb.planner.placement import selection_spec
 from oomb.planner.request import Placement
@@ -177,8 +178,7 @@ class PageAllocator:
     @property
     def _autocast(self) -> torch.dtype | None:
         """The precision of the caller's autocast, if one is on."""
-        kind = self.model.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast_dtype(self.model.device.type)
 
     @property
     def _precision(self) -> tuple[Any, ...]:
@@ -193,23 +193,12 @@ class PageAllocator:
         """Return the shape of every layer's attention. Looked at once for each precision that the model runs in. Must
         be called while the model is running."""
         if not self.knows_layer_shapes:
-            self._shapes[self._precision] = self.model.layer_shapes()
+            self._shapes[self._precision] = record_shapes(self.model, on_meta=False)
         return self._shapes[self._precision]
 
     def _place(self, shapes: dict[int, LayerShape], wanted: AllocationRequest) -> Placement:
         """What of a batch is kept and where, by the memory there is now."""
-        layers = tuple(
-            LayerFacts(
-                num_kv_heads=shape.num_kv_heads,
-                head_size=shape.head_size,
-                value_size=shape.value_size,
-                num_query_heads=shape.num_query_heads,
-                window=shape.window,
-                itemsize=shape.dtype.itemsize,
-            )
-            for shape in shapes.values()
-        )
-        facts = model_shape(self.model.lm, layers, autocast=self._autocast is not None)
+        facts = model_shape(self.model.lm, tuple(shapes.values()), autocast=self._autocast is not None)
         if (
             facts.has_float32_adapters
             and wanted.needs_grad

@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits (QLoRA): the settings of bitsandbytes, through transformers."""
+"""LoRA and QLoRA: create adapters, load saved ones, quantize the base, and choose the precision they compute in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomb.models import load
-from oomb.models.load import holds_adapters
+from oomb.models.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, holds_adapters
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def bnb_config(
@@ -25,15 +24,24 @@ def bnb_config(
     quant_type: str = "nf4",
     double_quant: bool = True,
 ) -> Any:
-    """What `from_pretrained(quantization_config=...)` takes, or None where neither is asked for. Raises ValueError,
-    before anything is loaded, where it cannot be done.
+    """Return the `quantization_config` for `from_pretrained`, or None if nothing is to be quantized.
 
-    By default as in QLoRA: the 4-bit type that suits weights, its scales in 8 bits, arithmetic in bfloat16.
+    The defaults are those of QLoRA.
+
+    Args:
+        load_in_4bit: Quantize weights to 4 bits.
+        load_in_8bit: Quantize weights to 8 bits.
+        compute_dtype: Dtype that 4-bit weights are dequantized to: bfloat16, float16 or float32.
+        quant_type: 4-bit type: nf4 or fp4.
+        double_quant: Quantize the scales of 4-bit weights, too.
+
+    Raises:
+        ValueError: Settings contradict each other, or bitsandbytes is not installed.
     """
     if not (load_in_4bit or load_in_8bit):
         return None
     if load_in_4bit and load_in_8bit:
-        raise ValueError("load_in_4bit and load_in_8bit are both set: choose one of them")
+        raise ValueError("load_in_4bit and load_in_8bit are both set: choose one")
     if quant_type not in ("nf4", "fp4"):
         raise ValueError(f"quant_type is {quant_type!r}; use nf4 or fp4")
     if compute_dtype not in ("bfloat16", "float16", "float32"):
@@ -41,8 +49,8 @@ def bnb_config(
     if find_spec("bitsandbytes") is None:
         bits = 4 if load_in_4bit else 8
         raise ValueError(
-            f"load_in_{bits}bit needs bitsandbytes, which is not installed (the extra qlora of oomb has it): "
-            "pip install bitsandbytes; or train the adapter on weights in 16 bits, without it"
+            f"load_in_{bits}bit needs bitsandbytes, which is not installed (it is in oomb's extra qlora): "
+            "pip install bitsandbytes, or train adapters on 16-bit weights"
         )
     from transformers import BitsAndBytesConfig
 
@@ -56,68 +64,108 @@ def bnb_config(
     )
 
 
-def with_lora(network: nn.Module) -> Any:
-    """LoRA as plans and measurements have it: rank 16, on all linear layers."""
+def load_in_4bit(
+    name_or_path: str, *, config: PretrainedConfig, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return a saved model with its weights quantized to 4 bits while they are loaded."""
+    import torch
+
+    return load.load_weights(
+        name_or_path,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        dtype=torch.bfloat16,
+        quantization_config=bnb_config(load_in_4bit=True),
+        device_map={"": device},
+    )
+
+
+def with_lora(
+    model: nn.Module,
+    *,
+    r: int = 16,
+    alpha: int = 8,
+    dropout: float = 0.0,
+    target_modules: str | list[str] = "all-linear",
+) -> Any:
+    """Return the model with new LoRA adapters. The defaults are what plans and benchmarks assume."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ValueError("--lora needs peft: pip install peft") from None
-    return get_peft_model(network, LoraConfig(r=16, target_modules="all-linear"))
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
 
 
-def autocast_for(network: nn.Module) -> torch.autocast:
-    """The precision that `oomb train` computes in: where float32 adapters stand beside weights in bfloat16, that of the
-    weights. PEFT alone would cast its inputs to float32."""
-    import torch
+def with_adapters(model: PreTrainedModel, folder: str, *, trainable: bool = False) -> Any:
+    """Return the model with the adapters saved in a folder, frozen unless `trainable`."""
+    from peft import PeftModel
 
-    first = next(p for p in network.parameters() if p.is_floating_point())
-    has_wide = any(p.requires_grad and p.dtype.itemsize > first.dtype.itemsize for p in network.parameters())
-    is_short = first.dtype is torch.bfloat16
-    return torch.autocast(first.device.type, torch.bfloat16, enabled=has_wide and is_short and first.is_cuda)
-
-
-CONFIG = "adapter_config.json"
+    path = str(Path(folder).expanduser())
+    try:
+        return PeftModel.from_pretrained(model, path, is_trainable=trainable, torch_device=str(model.device))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"the adapters in {folder} do not fit their base model: {reason}") from error
 
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+def base_model_name(name_or_path: str) -> str | None:
+    """Return the model that a folder's adapters were trained on, or None if it does not hold adapters.
 
-
-def base_of(name_or_path: str) -> str | None:
-    """The model that the adapters of a folder were trained on; None where the folder or hub id is a whole model. What
-    is missing is told here, before anything is loaded."""
+    Raises:
+        ValueError: The adapters cannot be loaded: their weights, their base model or peft is missing.
+    """
     if not holds_adapters(name_or_path):
         return None
     folder = Path(name_or_path).expanduser()
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        raise ValueError(f"{folder} holds {CONFIG} and no weights of adapters: {' or '.join(WEIGHTS)} is missing")
+    if not any((folder / name).is_file() for name in ADAPTER_WEIGHTS):
+        raise ValueError(f"{folder} has an {ADAPTER_CONFIG} but no adapter weights: {' or '.join(ADAPTER_WEIGHTS)}")
     if find_spec("peft") is None:
-        raise ValueError(f"{folder} holds LoRA adapters, and to read them needs peft: pip install peft")
+        raise ValueError(f"{folder} holds LoRA adapters, and loading them needs peft: pip install peft")
     try:
-        base = json.loads((folder / CONFIG).read_text())["base_model_name_or_path"]
+        base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG} cannot be read ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{folder / ADAPTER_CONFIG} cannot be read ({type(error).__name__}: {error})") from error
     if not base:
         raise ValueError(
-            f"{folder} holds LoRA adapters and {CONFIG} names no base model: they were trained on random weights, a "
-            "preset's, which are not saved"
+            f"{folder} holds LoRA adapters, but its {ADAPTER_CONFIG} names no base model: they were trained on a "
+            "preset, whose random weights are not saved"
         )
     try:
         load.check_model_name(str(base))
     except ValueError as error:
         raise ValueError(
-            f"{folder} holds LoRA adapters of {str(base)!r}, which is not here: call oomb eval where it is, or write "
-            f"its place into {folder / CONFIG} as base_model_name_or_path ({error})"
+            f"{folder} holds LoRA adapters of {str(base)!r}, which is not here: run oomb eval in the folder where it "
+            f"is, or set base_model_name_or_path in {folder / ADAPTER_CONFIG} ({error})"
         ) from error
     return str(base)
 
 
-def with_adapters(model: PreTrainedModel, folder: str) -> Any:
-    """The model with the adapters of a folder on top."""
-    from peft import PeftModel
+def base_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's own weights."""
+    return next(p for p in model.parameters() if p.is_floating_point()).dtype
 
-    path = Path(folder).expanduser()
-    try:
-        return PeftModel.from_pretrained(model, str(path), torch_device=str(model.device))
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"the adapters in {folder} do not load on top of their base model: {reason}") from error
+
+def are_wider_than_base(model: nn.Module) -> bool:
+    """Return whether trainable parameters have a wider dtype than the base, as PEFT's float32 adapters often do."""
+    itemsize = base_dtype(model).itemsize
+    return any(p.requires_grad and p.dtype.itemsize > itemsize for p in model.parameters())
+
+
+def computes_in_autocast(dtype: torch.dtype | str) -> bool:
+    """Return whether LoRA on base weights of this dtype runs under autocast on a GPU.
+
+    PEFT keeps adapters of bfloat16 weights in float32. Without autocast it would compute them in float32, too.
+    """
+    return str(dtype).removeprefix("torch.") == "bfloat16"
+
+
+def autocast_for(model: nn.Module) -> torch.autocast:
+    """Return the autocast context that `oomb train` runs a model under: bfloat16 for float32 adapters on bfloat16."""
+    import torch
+
+    device, dtype = next(model.parameters()).device, base_dtype(model)
+    enabled = device.type == "cuda" and computes_in_autocast(dtype) and are_wider_than_base(model)
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,23 +46,11 @@ PLACEHOLDERS = (
 )
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What a layer's attention is made of, as its first call showed."""
-
-    num_query_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_size: int
-    window: int | None
-    dtype: torch.dtype
-
-
 class CausalLM:
     """A Hugging Face causal LM, PEFT-wrapped or not, as the engine uses it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.lm = unwrap(model)
+    def __init__(self, model: nn.Module, *, check: bool = True) -> None:
+        self.lm = unwrap(model, check=check)
         self.config = self.lm.config.get_text_config(decoder=True)
         self.backbone: nn.Module = getattr(self.lm, self.lm.base_model_prefix)
         self.layers = decoder_layers(self.lm)
@@ -88,17 +75,6 @@ class CausalLM:
         finally:
             self._windows = None
         return hidden
-
-    def layer_shapes(self) -> dict[int, LayerShape]:
-        """The shape of every layer's attention, in the order of their calls, from one token sent through the model.
-        Configs have no common words for it, and adapters and autocast may change it. Must be called while running."""
-        outer, self._pass = self._pass, (recorder := _Recorder(self))
-        try:
-            with torch.no_grad():
-                self.hidden(*torch.zeros(2, 1, 1, dtype=torch.long, device=self.device))
-        finally:
-            self._pass = outer
-        return recorder.shapes
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -209,29 +185,6 @@ class CausalLM:
                     call = partial(checkpoint, within_chunk(self._pass, call), use_reentrant=False)
                 route(undo, layer, gate(layer, call))
             yield
-
-
-class _Recorder:
-    """A pass that attends to nothing and writes down what it was asked."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self.model = model
-        self.shapes: dict[int, LayerShape] = {}
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.model.count_attention(layer, window)
-        self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[3], v.shape[3], window, k.dtype)
-        return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:

@@ -18,11 +18,17 @@ class UnsupportedModelError(ValueError):
     """The model cannot be trained exactly by chunk recurrence."""
 
 
-def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model inside of wrappers, or an error that says why it cannot be trained."""
+def unwrap(model: nn.Module, *, check: bool = True, allow_meta: bool = False) -> PreTrainedModel:
+    """Return the Hugging Face model inside of wrappers, or raise if it cannot be trained.
+
+    Args:
+        model: A Hugging Face causal LM, possibly wrapped by PEFT, `torch.compile` or a data-parallel class.
+        check: Raise `UnsupportedModelError` if the model cannot be trained.
+        allow_meta: Accept parameters on the meta device.
+    """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass a Hugging Face causal LM")
-    if type(model).__name__ in DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1:
+    if check and type(model).__name__ in DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedModelError(
             f"the model is wrapped in {type(model).__name__}, whose reduction of gradients over processes the engine "
             "would pass by: train in one process"
@@ -30,18 +36,21 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
     if hasattr(model, "get_base_model"):
-        _check_peft(getattr(model, "active_peft_config", None))
+        if check:
+            _check_peft(getattr(model, "active_peft_config", None))
         model = model.get_base_model()  # type: ignore[operator]
-    name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"{name} is not a Hugging Face model; pass one made by AutoModelForCausalLM")
-    check_supported(model, name)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a Hugging Face model; pass one made by AutoModelForCausalLM"
+        )
+    if check:
+        check_supported(model, allow_meta=allow_meta)
     return model
 
 
-def check_supported(model: PreTrainedModel, name: str) -> None:
+def check_supported(model: PreTrainedModel, *, allow_meta: bool = False) -> None:
     """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
-    config = model.config.get_text_config(decoder=True)
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in LAYER_TYPES:
             raise UnsupportedModelError(
@@ -87,7 +96,7 @@ def check_supported(model: PreTrainedModel, name: str) -> None:
             f"{name} has parameters that are split over processes (DTensor: tp_plan, tensor parallelism, fully_shard), "
             "whose gradients the engine would not reduce: load it without tp_plan and train in one process"
         )
-    if any(p.is_meta for p in model.parameters()):
+    if not allow_meta and any(p.is_meta for p in model.parameters()):
         raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
 
 

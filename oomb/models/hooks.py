@@ -92,8 +92,9 @@ def _attention(
         )
     if dropout:
         raise ValueError(attention_dropout_text(name, dropout))
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    dtype = autocast_dtype(query.device.type)
+    if dtype is not None:
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = thread_state.chunk_of.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
     return out.transpose(1, 2).contiguous(), None
@@ -135,6 +136,14 @@ def within_chunk(pass_: Attention | None, call: Callable[..., Any]) -> Callable[
             thread_state.chunk_of = outer
 
     return called
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of the active autocast, or None if there is none."""
+    # The meta device, where shapes are recorded, has no autocast.
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def current_autocast(device_type: str) -> torch.autocast:

@@ -14,6 +14,7 @@ from oomb.models.presets import PRESETS, is_preset, preset_config
 from oomb.utils.dtypes import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -26,7 +27,7 @@ def check_model_name(name: str) -> None:
         return
     path = Path(name).expanduser()
     if path.is_dir():
-        if holds_adapters(name):
+        if weight_files.holds_adapters(name):
             raise ValueError(
                 f"{name} holds LoRA adapters without their base model; merge them first, with their tokenizer: "
                 f'peft.AutoPeftModelForCausalLM.from_pretrained("{name}").merge_and_unload().save_pretrained("merged")'
@@ -51,7 +52,7 @@ def check_model_name(name: str) -> None:
 
 
 def near_paths(path: Path) -> list[str]:
-    """What lies beside the place where `path` should be and is spelled much like it, the nearest first."""
+    """Return existing paths spelled much like `path`, closest first."""
     try:
         names = [other.name for other in path.parent.iterdir()]
     except OSError:
@@ -59,7 +60,7 @@ def near_paths(path: Path) -> list[str]:
     return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
 
 
-def positions_of(config: PretrainedConfig) -> int | None:
+def max_positions(config: PretrainedConfig) -> int | None:
     """How many positions a model was made for: those of its config, or what its RoPE is scaled to, if that is more."""
     text = config.get_text_config()
     own = getattr(text, "max_position_embeddings", None)
@@ -122,6 +123,18 @@ def load_model(
     return load_weights(name_or_path, config=config, **options).to(place)
 
 
+def meta_model(
+    config: PretrainedConfig, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Return the causal LM of a config on the meta device: parameter shapes without weights or memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {} if dtype is None else {"dtype": dtype}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
 def load_weights(
     name_or_path: str, *, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
@@ -130,7 +143,7 @@ def load_weights(
     what is missing transformers would make at random, with a warning."""
     from transformers import AutoModelForCausalLM
 
-    is_made_small = getattr(config, "quantization_config", None) is None and options.get("quantization_config")
+    is_quantized = getattr(config, "quantization_config", None) is None and options.get("quantization_config")
     try:
         model, found = _from_hugging_face(
             AutoModelForCausalLM,
@@ -143,16 +156,18 @@ def load_weights(
         )
     except Exception as error:
         # Of any type: of safetensors, of torch, of pickle. The files are a better witness than its words.
-        broken = weight_files.find_broken_file(weight_files.folder_of(name_or_path))
+        broken = weight_files.find_broken_file(weight_files.model_folder(name_or_path))
         if broken is None:
             raise
         raise ValueError(broken) from error
     wrong = {key: (list(there), list(here)) for key, there, here in found["mismatched_keys"]}
     # Weights that are quantised as they are loaded transformers takes in any shape.
-    wrong |= weight_files.other_shapes(name_or_path, config, trust_remote_code) if is_made_small else {}
+    if is_quantized:
+        described = meta_model(config, trust_remote_code=trust_remote_code)
+        wrong |= weight_files.mismatched_shapes(name_or_path, described)
     if wrong:
         key, (there, here) = min(wrong.items())
-        holder = weight_files.shapes_in(name_or_path).get(key, (name_or_path, None))[0]
+        holder = weight_files.saved_shapes(name_or_path).get(key, (name_or_path, None))[0]
         more = f" ({len(wrong) - 1} more are of other shapes too)" if len(wrong) > 1 else ""
         raise ValueError(
             f"{holder} has {key} of the shape {there}, and config.json asks for {here}{more}: they are of different "
@@ -240,7 +255,7 @@ def _reject_remote_code(
     """Raise ValueError if something could not be loaded because that takes Python code of its own."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    folder = weight_files.folder_of(name)
+    folder = weight_files.model_folder(name)
     kind = auto_class.__name__
     file = "tokenizer_config.json" if kind == "AutoTokenizer" else "config.json"
     if trust_remote_code or folder is None or not (folder / file).is_file():
@@ -278,9 +293,3 @@ def _why_offline() -> str | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split(os.linesep)[0] or type(error).__name__
-
-
-def holds_adapters(name: str) -> bool:
-    """Whether a folder holds LoRA adapters and no model."""
-    path = Path(name).expanduser()
-    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()

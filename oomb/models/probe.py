@@ -1,72 +1,74 @@
-"""The shape of a Hugging Face causal LM as `oomb.plan` wants it. Shapes suffice: a model on the meta device will do."""
+"""Measure the shapes of a Hugging Face causal LM. Works on the meta device, where no weights exist."""
 
 from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import PreTrainedModel
 
-from oomb.models.causal_lm import decoder_layers, learned_positions
-from oomb.models.shape import LayerFacts, ModelShape
-
-RECORDER_NAME = "oomb_recorder"
-_recording = threading.local()
+from oomb.models import adapters
+from oomb.models.causal_lm import CausalLM
+from oomb.models.shape import LayerShape, ModelShape
 
 
 def model_shape(
-    model: nn.Module, layers: tuple[LayerFacts, ...] | None = None, *, autocast: bool = False
+    model: nn.Module, layers: tuple[LayerShape, ...] | None = None, *, autocast: bool = False
 ) -> ModelShape:
-    """The facts of a model, PEFT-wrapped or not. `layers` are those of its attention, where they are known. `autocast`:
-    it will run under one."""
-    lm = _without_wrappers(model)
-    config = lm.config.get_text_config(decoder=True)
-    stack = decoder_layers(lm)
-    top_k = getattr(config, "num_experts_per_tok", None) or 1
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    head_weight = getattr(head, "weight", None)
+    """Return the shape of a model.
+
+    Args:
+        model: A Hugging Face causal LM, PEFT-wrapped or not, with weights or on the meta device.
+        layers: Shapes of its attention layers, if they are known. By default they are recorded on the meta device.
+        autocast: Whether the model will run under autocast.
+    """
+    lm = CausalLM(model, check=False)
+    top_k = getattr(lm.config, "num_experts_per_tok", None) or 1
+    head_weight = getattr(lm.lm.get_output_embeddings(), "weight", None)
     parameters = list(lm.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     narrow = [p for p in trainable if p.dtype.itemsize < 4]
     active = trained = 0
-    for shape, parameter, owner in matrices(lm, top_k):
+    for shape, parameter, owner in matrices(lm.lm, top_k):
         # Looking up a token costs nothing, unless the same matrix is the head.
         if not isinstance(owner, nn.Embedding) or parameter is head_weight:
             num_elements = shape[0] * shape[1]
             active += num_elements
             trained += num_elements if parameter.requires_grad else 0
-    width = sum(sum(shape) for shape, _, _ in matrices(stack, top_k))
-    itemsize = next(p for p in parameters if p.is_floating_point()).dtype.itemsize
-    has_frozen_matrix = any(not p.requires_grad and p.ndim > 1 for p in stack.parameters())
-    has_adapters = has_frozen_matrix and any(p.requires_grad for p in stack.parameters())
+    width = sum(sum(shape) for shape, _, _ in matrices(lm.layers, top_k))
+    has_frozen_matrix = any(not p.requires_grad and p.ndim > 1 for p in lm.layers.parameters())
+    has_adapters = has_frozen_matrix and any(p.requires_grad for p in lm.layers.parameters())
     return ModelShape(
         layers=attention_layers(lm) if layers is None else layers,
-        hidden_size=config.hidden_size,
-        vocab_size=embedding.weight.shape[0],
-        itemsize=itemsize,
-        weight_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in lm.buffers()),
+        hidden_size=lm.config.hidden_size,
+        vocab_size=lm.vocab_size,
+        itemsize=adapters.base_dtype(lm.lm).itemsize,
+        weight_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in lm.lm.buffers()),
         grad_bytes=sum(p.nbytes for p in trainable),
         float32_sum_bytes=4 * sum(p.numel() for p in narrow),
         wide_grad_bytes=sum(p.nbytes for p in trainable if p.dtype.itemsize >= 4),
         head_grad_bytes=head_weight.nbytes if head_weight is not None and head_weight.requires_grad else 0,
-        layer_io_width=-(-width // len(stack)),
+        layer_io_width=-(-width // len(lm.layers)),
         has_adapters=has_adapters,
-        has_float32_adapters=has_adapters and not autocast and any(p.dtype.itemsize > itemsize for p in trainable),
+        has_float32_adapters=has_adapters and not autocast and adapters.are_wider_than_base(lm.lm),
         active_params=active,
         trained_params=trained,
         trainable_params=sum(p.numel() for p in trainable),
-        num_positions=learned_positions(getattr(lm, lm.base_model_prefix), config),
+        num_positions=lm.num_positions,
     )
 
 
 def matrices(module: nn.Module, top_k: int) -> Iterator[tuple[tuple[int, int], nn.Parameter, nn.Module]]:
-    """(inputs and outputs, parameter, owner) of every matrix that a token is multiplied with; of experts, the first
-    `top_k` stand for those it is sent to."""
+    """Yield (input and output width, parameter, owner) of every matrix that a token is multiplied with.
+
+    The first `top_k` experts stand for those the token is routed to.
+    """
     seen = set()
     for path, owner in module.named_modules():
         expert = re.search(r"\bexperts\.(\d+)\b", path)
@@ -80,91 +82,107 @@ def matrices(module: nn.Module, top_k: int) -> Iterator[tuple[tuple[int, int], n
                 for _ in range(min(top_k, parameter.shape[0])):
                     yield (parameter.shape[1], parameter.shape[2]), parameter, owner
             elif name == "weight" and hasattr(owner, "in_features") and hasattr(owner, "out_features"):
-                # What quantized layers hold has another shape than what they multiply with.
+                # A quantized layer stores its weight in another shape than the one it multiplies with.
                 yield (owner.in_features, owner.out_features), parameter, owner
             elif parameter.ndim == 2:
                 yield (parameter.shape[0], parameter.shape[1]), parameter, owner
 
 
-def attention_layers(lm: Any) -> tuple[LayerFacts, ...]:
-    """The attention of every layer: what the model itself hands to the attention function where that can be found out
-    without computing, and what its config says otherwise (experts cannot be routed without numbers)."""
-    config = lm.config.get_text_config(decoder=True)
-    recorded = record_layers(lm)
-    if set(recorded) == set(range(config.num_hidden_layers)):
+def attention_layers(model: CausalLM) -> tuple[LayerShape, ...]:
+    """Return the shape of every attention layer, without computing anything.
+
+    Shapes come from a forward on the meta device if it reaches every layer, otherwise from the config: experts, for
+    example, cannot be routed without numbers.
+    """
+    recorded = record_shapes(model, on_meta=True)
+    if set(recorded) == set(range(model.config.num_hidden_layers)):
         return tuple(recorded[index] for index in sorted(recorded))
-    # The layers before the one that could not run tell the sizes of all.
-    return shapes_from_config(config, recorded.get(0))
+    # The layers that ran before the forward failed have the sizes of all.
+    return shapes_from_config(model.config, adapters.base_dtype(model.lm), like=recorded.get(0))
 
 
-def record_layers(lm: Any) -> dict[int, LayerFacts]:
-    """Runs a copy of the backbone on two tokens on the meta device; notes what reaches attention, as far as it gets."""
-    tensors = [*lm.parameters(), *lm.buffers()]
-    # A copy because some models note what they have seen (RoPE the lengths); one that shares no number with the model.
-    on_meta = {id(x): torch.empty_like(x, device="meta") for x in tensors}
-    on_meta |= {id(p): nn.Parameter(on_meta[id(p)], requires_grad=False) for p in lm.parameters()}
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    found: dict[int, LayerFacts] = {}
-    _recording.layers = found
-    try:
-        shape = copy.deepcopy(lm, on_meta)
-        shape.set_attn_implementation(RECORDER_NAME)
-        with torch.no_grad():
-            getattr(shape, shape.base_model_prefix)(input_ids=ids, position_ids=ids, use_cache=False)
-    except Exception:  # whatever a model does that needs numbers; the config has to do then
-        pass
-    finally:
-        _recording.layers = None
-    return found
+def record_shapes(model: CausalLM, *, on_meta: bool) -> dict[int, LayerShape]:
+    """Return the shape of each layer's attention, in call order, from a forward over one token.
+
+    Configs have no common names for these sizes, and adapters and autocast may change them.
+
+    Args:
+        model: The model; active, unless `on_meta`.
+        on_meta: Run a copy on the meta device, which costs neither memory nor time. If its forward fails because it
+            needs real numbers, the layers before that point are returned.
+    """
+    recorded: dict[int, LayerShape] = {}
+    if not on_meta:
+        _run_one_token(model, recorded)
+        return recorded
+    with suppress(Exception):  # of any type: whatever modeling code raises without numbers
+        _run_one_token(CausalLM(_meta_copy(model.lm), check=False), recorded)
+    return recorded
 
 
-def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    layer = getattr(module, "layer_idx", None)
-    if layer is None or _recording.layers is None:
-        raise RuntimeError(f"{type(module).__name__} attends outside of a recording")
-    _recording.layers[layer] = LayerFacts(
-        num_kv_heads=key.shape[1],
-        head_size=key.shape[-1],
-        value_size=value.shape[-1],
-        num_query_heads=query.shape[1],
-        window=kwargs.get("sliding_window"),
-    )
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+def _run_one_token(model: CausalLM, recorded: dict[int, LayerShape]) -> None:
+    ids, positions = torch.zeros(2, 1, 1, dtype=torch.long, device=model.device)
+    recorder, total_length = _Recorder(model, recorded), max(1, model.total_length)
+    with torch.no_grad(), model.activate(recorder, total_length, model.state()):
+        model.hidden(ids, positions)
 
 
-AttentionInterface.register(RECORDER_NAME, _record)
+def _meta_copy(lm: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy that shares no tensor with the model, because some models remember the lengths they have seen."""
+    memo: dict[int, Any] = {id(x): torch.empty_like(x, device="meta") for x in (*lm.parameters(), *lm.buffers())}
+    memo |= {id(p): nn.Parameter(memo[id(p)], requires_grad=False) for p in lm.parameters()}
+    # Attention dropout, which the engine refuses in training mode, changes no shape.
+    return copy.deepcopy(lm, memo).eval()
 
 
-def shapes_from_config(config: Any, like: LayerFacts | None = None) -> tuple[LayerFacts, ...]:
-    """The attention of every layer by the config; its sizes as in `like`, where one layer's are known."""
+class _Recorder:
+    """An attention that computes nothing and records the shapes it is called with."""
+
+    def __init__(self, model: CausalLM, recorded: dict[int, LayerShape]) -> None:
+        self.model, self.recorded = model, recorded
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.model.count_attention(layer, window)
+        self.recorded[layer] = LayerShape(
+            num_kv_heads=k.shape[1],
+            head_size=k.shape[3],
+            value_size=v.shape[3],
+            num_query_heads=q.shape[1],
+            window=window,
+            dtype=k.dtype,
+        )
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+def shapes_from_config(config: Any, dtype: torch.dtype, like: LayerShape | None = None) -> tuple[LayerShape, ...]:
+    """Return the shape of every attention layer according to the config.
+
+    Args:
+        config: Config of the text model.
+        dtype: Dtype the model computes in.
+        like: The shape of one layer, if it is known. Its sizes are used for all layers.
+    """
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     value_size, kv_heads = head_size, getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "kv_lora_rank", None):
-        # Latent attention: K and V are expanded to all heads before they reach attention.
+        # Multi-head latent attention expands K and V to all heads before they reach attention.
         head_size = config.qk_nope_head_dim + config.qk_rope_head_dim
         value_size, kv_heads = config.v_head_dim, heads
     if like is None:
-        like = LayerFacts(
-            num_kv_heads=kv_heads, head_size=head_size, value_size=value_size, num_query_heads=heads, window=None
+        like = LayerShape(
+            num_kv_heads=kv_heads, head_size=head_size, value_size=value_size, num_query_heads=heads, dtype=dtype
         )
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(
-        LayerFacts(
-            num_kv_heads=like.num_kv_heads,
-            head_size=like.head_size,
-            value_size=like.value_size,
-            num_query_heads=like.num_query_heads,
-            window=window if kind == "sliding_attention" else None,
-        )
-        for kind in kinds
-    )
-
-
-def _without_wrappers(model: nn.Module) -> Any:
-    while hasattr(model, "_orig_mod") or isinstance(getattr(model, "module", None), nn.Module):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return tuple(replace(like, window=window if kind == "sliding_attention" else None) for kind in kinds)

@@ -1,55 +1,67 @@
-"""The numbers that memory and time of a model depend on."""
+"""Shapes of a model and of its layers: the numbers that memory and time depend on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFacts:
-    """Attention of one layer, as its tensors are."""
+class LayerShape:
+    """Shape of one layer's attention, as its tensors show it."""
 
     num_kv_heads: int
     head_size: int
     value_size: int
     num_query_heads: int
     window: int | None = None
-    itemsize: int | None = None
-    """Bytes per number in which attention computes, as autocast has it; None: the model's."""
+    dtype: torch.dtype
+    """Dtype of K and V when they reach attention: under autocast, that of autocast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """All that memory and time depend on."""
+    """All numbers of a model that the planner needs."""
 
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerShape, ...]
     hidden_size: int
     vocab_size: int
     itemsize: int
-    """Bytes per number that the model computes in."""
+    """Bytes per element of the dtype the model computes in."""
     weight_bytes: int
     """Parameters and buffers."""
     grad_bytes: int
-    """`.grad` of all trainable parameters, in their own dtype."""
+    """`.grad` of all trainable parameters, in their own dtypes."""
     float32_sum_bytes: int
-    """float32 sums of those that have less than 4 bytes."""
+    """float32 sums for the trainable parameters of less than 4 bytes per element."""
     wide_grad_bytes: int
-    """`.grad` of the others, which need no sum."""
+    """`.grad` of the other trainable parameters, which need no separate sum."""
     head_grad_bytes: int
-    """Gradient of the head's weight, made in one piece for each tile; 0 where it is frozen."""
+    """Gradient of the head's weight, which each tile of logits allocates whole; 0 if the head is frozen."""
     layer_io_width: int
-    """Inputs and outputs of the matrices of a layer; of experts, those that a token uses."""
+    """Sum of input and output widths over a layer's matrices, counting only the experts that one token uses."""
     has_adapters: bool
-    """The base is frozen, small matrices beside it are trained."""
+    """Whether the base is frozen and small matrices next to it are trained."""
     has_float32_adapters: bool
-    """They compute in more bytes than the base, as PEFT's float32 ones do outside of autocast."""
+    """Whether adapters compute in a wider dtype than the base, as PEFT's float32 adapters do without autocast."""
     active_params: int
-    """Elements of the matrices that a token is multiplied with."""
+    """Elements of the matrices that each token is multiplied with."""
     trained_params: int
+    """Those of `active_params` that are trainable."""
     trainable_params: int
     num_positions: int | None = None
-    """How many positions the model has learned; None if it computes them."""
+    """Number of learned positions; None if the model computes positions."""
 
     def missing_grad_bytes(self, float32_sums: bool) -> int:
-        """What a gradient pass takes for parameter gradients when none exists yet."""
+        """Return the bytes a gradient pass allocates for parameter gradients if none exist yet."""
         return self.float32_sum_bytes + self.wide_grad_bytes if float32_sums else self.grad_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON: a layer's dtype as its `itemsize`."""
+        values = asdict(self)
+        for layer in values["layers"]:
+            layer["itemsize"] = layer.pop("dtype").itemsize
+        return values

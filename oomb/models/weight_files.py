@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from torch import nn
 
-MOST_HEADER_BYTES = 100_000_000
-"""safetensors reads none that is longer."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
 
 
-def folder_of(name_or_path: str) -> Path | None:
+def model_folder(name_or_path: str) -> Path | None:
     """The folder of a model's files; of a hub id, its copy in the cache."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
@@ -78,7 +80,7 @@ def _find_fault(path: Path) -> str | None:
         expected = 8 + int.from_bytes(first[:8], "little")
         if size < 9:
             return f"is cut short, at {size:,} bytes"
-        if expected > MOST_HEADER_BYTES or first[8:] != b"{":
+        if expected > MAX_HEADER_BYTES or first[8:] != b"{":
             return "is damaged: it does not begin as a safetensors file does"
         if size >= expected:
             file.seek(8)
@@ -94,11 +96,11 @@ def _find_fault(path: Path) -> str | None:
     return f"{what}: it has {size:,} bytes and its header says {expected:,}"
 
 
-def shapes_in(name_or_path: str) -> dict[str, tuple[str, list[int]]]:
+def saved_shapes(name_or_path: str) -> dict[str, tuple[str, list[int]]]:
     """File and shape of each tensor of a model that can be loaded, by the names in the files; of safetensors alone."""
     from safetensors import safe_open
 
-    folder = folder_of(name_or_path)
+    folder = model_folder(name_or_path)
     shapes: dict[str, tuple[str, list[int]]] = {}
     for path in _weight_files(folder) if folder is not None else []:
         if path.suffix == ".safetensors":
@@ -107,15 +109,14 @@ def shapes_in(name_or_path: str) -> dict[str, tuple[str, list[int]]]:
     return shapes
 
 
-def other_shapes(
-    name_or_path: str, config: PretrainedConfig, trust_remote_code: bool = False
-) -> dict[str, tuple[list[int], list[int]]]:
-    """(shape in the file, shape by the config), where these differ and a parameter has the same name in both."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    there = shapes_in(name_or_path)
-    pairs = {key: (there[key][1], list(p.shape)) for key, p in skeleton.named_parameters() if key in there}
+def mismatched_shapes(name_or_path: str, model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
+    """Return (shape in the file, shape in the model) of the parameters for which the two differ."""
+    saved = saved_shapes(name_or_path)
+    pairs = {key: (saved[key][1], list(p.shape)) for key, p in model.named_parameters() if key in saved}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def holds_adapters(name_or_path: str) -> bool:
+    """Return whether a folder holds LoRA adapters and no model."""
+    path = Path(name_or_path).expanduser()
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()

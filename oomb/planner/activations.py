@@ -51,7 +51,7 @@ def chunk_memory(request: PlacementRequest, is_checkpointed: bool, keeps: bool) 
     if is_checkpointed:
         # Attention is not computed again, so its outputs wait for the backward. Kept ones come from their pages, except
         # for the last chunk, which has none; the gradients of most parameters are not there yet when it is walked back.
-        outs = [x.num_query_heads * (x.value_size * (x.itemsize or facts.itemsize) + 4) for x in facts.layers]
+        outs = [x.num_query_heads * (x.value_size * x.dtype.itemsize + 4) for x in facts.layers]
         waiting = tokens * sum(outs) - (request.missing_grad_bytes if keeps else 0)
         saved = len(facts.layers) * hidden + max(0, waiting)
         copies, backward = HIDDEN_COPIES, backward + graph

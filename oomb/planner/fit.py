@@ -210,7 +210,7 @@ def saving_options(request: PlacementRequest) -> Iterator[Change]:
         size //= 2
     if request.needs_grad and request.float32_sums and facts.float32_sum_bytes:
         yield Change("param_grad_dtype", "param", ChangeCost.ROUNDING)
-    widest = max((layer.itemsize or facts.itemsize for layer in facts.layers), default=0)
+    widest = max((layer.dtype.itemsize for layer in facts.layers), default=0)
     for dtype, harm in (("bfloat16", ChangeCost.ROUNDING), ("int8", ChangeCost.EIGHT_BITS)):
         for name in ("grad_dtype", "kv_dtype"):
             is_narrower = ITEMSIZES[dtype] < ITEMSIZES.get(getattr(config, name), widest)

@@ -16,7 +16,7 @@ from rich.table import Table
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.memory.pool import GPU, HOST
 from oomb.models import adapters, load
-from oomb.models.checks import UnsupportedModelError, unwrap
+from oomb.models.checks import unwrap
 from oomb.models.probe import model_shape
 from oomb.models.shape import ModelShape
 from oomb.planner.forecast import StepForecast, forecast_step, request_for, step_terms
@@ -173,7 +173,7 @@ class PlanReport:
             "float32_sums": plan.float32_sums,
             "placement": {k: v for k, v in asdict(plan.placement).items() if k != "terms"},
             "terms": [asdict(term) for term in plan.terms],
-            "facts": {JSON_KEYS.get(name, name): value for name, value in asdict(self.shape).items()},
+            "facts": {JSON_KEYS.get(name, name): value for name, value in self.shape.as_dict().items()},
             **self.suggestions.as_dict(),
         }
 
@@ -275,7 +275,7 @@ def plan_step(
         lora=lora,
         shape=facts,
         forecast=asked,
-        positions=load.positions_of(model_config),
+        positions=load.max_positions(model_config),
         suggestions=suggest_settings(model, name, lora, facts, asked, adapted),
     )
 
@@ -290,21 +290,14 @@ def shape_for(
 ) -> ModelShape:
     """The facts of a model that is built on the meta device: no weight is read, no memory taken. With `lora`, as `oomb
     bench --lora` and `oomb train --use_peft` have it: rank 16, on all linear layers, computed as the weights are."""
-    from transformers import AutoModelForCausalLM
-
     config = load.load_config(name, trust_remote_code=trust_remote_code) if config is None else config
     precision = dtypes.resolve_dtype(dtype, torch.device("cuda"))
-    with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, dtype=precision, trust_remote_code=trust_remote_code)
-        try:
-            unwrap(network)
-        except UnsupportedModelError as error:
-            # That it has no weights is the last thing a model is refused for; here it is meant to have none.
-            if "meta device" not in str(error):
-                raise
-        if lora:
-            network = adapters.with_lora(network)
-    return model_shape(network, autocast=lora and precision is torch.bfloat16)
+    model: Any = load.meta_model(config, dtype=precision, trust_remote_code=trust_remote_code)
+    unwrap(model, allow_meta=True)
+    if lora:
+        with torch.device("meta"):
+            model = adapters.with_lora(model)
+    return model_shape(model, autocast=lora and adapters.computes_in_autocast(precision))
 
 
 def check_plotting(path: str | Path, option: str = "--plot") -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import pair_bytes, row_bytes
-from oomb.models.shape import LayerFacts, ModelShape
+from oomb.models.shape import LayerShape, ModelShape
 from oomb.utils.dtypes import ITEMSIZES
 from oomb.utils.units import parse_bytes
 
@@ -130,8 +130,8 @@ class PlacementRequest:
         found = {layer: self._row(layer) for layer in set(self.shape.layers)}
         return [found[layer] for layer in self.shape.layers]
 
-    def _row(self, layer: LayerFacts) -> tuple[int, int, int]:
-        size = layer.itemsize or self.shape.itemsize
+    def _row(self, layer: LayerShape) -> tuple[int, int, int]:
+        size = layer.dtype.itemsize
         kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
         heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
         return (

@@ -309,11 +309,11 @@ def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
     assert "--max_length 256 is more than the 128 positions this model was made for" in result.output
     assert "1 step of 1 window, learning rate 5e-05, chunks of 1,024 tokens" in result.output
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    assert load_module.positions_of(short) == 128
+    assert load_module.max_positions(short) == 128
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     for rope in (yarn, dynamic, {"full_attention": dynamic, "sliding_attention": dynamic}):
         scaled = presets.preset_config("demo", max_position_embeddings=128, rope_parameters=rope)
-        assert load_module.positions_of(scaled) == 512
+        assert load_module.max_positions(scaled) == 512
 
 
 def test_a_model_without_its_tokenizer_is_named(here: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomb.models import presets
+from oomb.models.causal_lm import CausalLM
 from oomb.models.probe import attention_layers, shapes_from_config
 from oomb.planner import report
 from oomb.planner.hardware import Machine, machine_named
@@ -162,7 +163,7 @@ def test_tokens_read_are_those_of_every_chunk(chunk: int, num_chunks: int, first
 def test_layers_by_the_config_alone() -> None:
     for name in ("llama", "qwen2_sliding", "gemma3", "gpt_oss", "deepseek_v3"):
         model = build(name, dtype=torch.float32)
-        assert shapes_from_config(model.config) == attention_layers(model)
+        assert shapes_from_config(model.config, torch.float32) == attention_layers(CausalLM(model))
 
 
 def test_presets_plan_without_weights() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from oomb.config import Config
-from oomb.models.shape import LayerFacts, ModelShape
+from oomb.models.shape import LayerShape, ModelShape
 from oomb.planner import report
 from oomb.planner.fit import place_or_raise
 from oomb.planner.hardware import Machine
@@ -21,8 +24,8 @@ H200 = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=100 * GIB, gpu_name="NVIDI
 
 TINY = ModelShape(
     layers=(
-        LayerFacts(num_kv_heads=2, head_size=16, value_size=16, num_query_heads=4, window=None),
-        LayerFacts(num_kv_heads=2, head_size=16, value_size=8, num_query_heads=4, window=32),
+        LayerShape(num_kv_heads=2, head_size=16, value_size=16, num_query_heads=4, dtype=torch.bfloat16),
+        LayerShape(num_kv_heads=2, head_size=16, value_size=8, num_query_heads=4, window=32, dtype=torch.bfloat16),
     ),
     hidden_size=64,
     vocab_size=500,
@@ -39,6 +42,12 @@ TINY = ModelShape(
     trained_params=2_000_000,
     trainable_params=2_000_000,
 )
+
+
+def with_dtype(shape: ModelShape, dtype: torch.dtype) -> ModelShape:
+    """Return the shape of a model that computes in another dtype."""
+    layers = tuple(replace(layer, dtype=dtype) for layer in shape.layers)
+    return replace(shape, itemsize=dtype.itemsize, layers=layers)
 
 
 @functools.cache

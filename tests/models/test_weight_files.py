@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from oomb.cli.train import prepare
 from oomb.cli.train.settings import TrainSettings
-from oomb.models import load, presets, weight_files
+from oomb.models import adapters, load, presets, weight_files
 
 SHARD = "model-00002-of-00008.safetensors"
 
@@ -83,7 +83,7 @@ def test_the_file_that_is_not_whole_is_named(
     with pytest.raises(ValueError, match=f"^{re.escape(name)} {re.escape(said)}"):
         load.load_model(folder, device="cpu")
     # The way of weights in 4 bits too, as far as it goes without a GPU.
-    monkeypatch.setattr(prepare, "bnb_config", lambda load_in_4bit: None)
+    monkeypatch.setattr(adapters, "bnb_config", lambda load_in_4bit: None)
     settings = TrainSettings(model_name_or_path=folder, use_peft=True, load_in_4bit=True)
     with pytest.raises(ValueError, match=f"^{re.escape(name)} {re.escape(said)}"):
         prepare.load_model(settings, load.load_config(folder), "bfloat16", torch.device("cpu"))

@@ -11,13 +11,13 @@ import torch
 from families import FAMILIES, SIZES, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import H200, MIB, TINY, ask, facts_for
+from plans import H200, MIB, TINY, ask, facts_for, with_dtype
 
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
 from oomb.models.probe import model_shape
-from oomb.models.shape import LayerFacts, ModelShape
+from oomb.models.shape import LayerShape, ModelShape
 from oomb.ops import logprob
 from oomb.planner import activations, fit, hardware, step_time
 from oomb.planner import forecast as forecast_module
@@ -48,9 +48,9 @@ def test_constants_are_those_of_the_code_they_describe() -> None:
 requests = st.builds(
     PlacementRequest,
     shape=st.builds(
-        lambda adapters, itemsize: replace(TINY, has_adapters=adapters, itemsize=itemsize),
+        lambda adapters, dtype: with_dtype(replace(TINY, has_adapters=adapters), dtype),
         st.booleans(),
-        st.sampled_from([2, 4, 8]),
+        st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     ),
     config=st.builds(
         Config,
@@ -216,16 +216,18 @@ def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
     small = Config(chunk_size=512, checkpoint_layers=True)
     assert remedy(length=512, free_gpu_bytes=8 * MIB, config=small) == 'param_grad_dtype="param"'
     assert remedy(length=512, free_gpu_bytes=3 * MIB, config=small) == "LoRA (a PEFT model; --lora for plan and bench)"
-    adapted = replace(TINY, has_adapters=True, itemsize=4)
-    tight = {"facts": adapted, "length": 100_000, "config": Config(chunk_size=512, gpu_memory=0, keep_attention=False)}
+    adapted = with_dtype(replace(TINY, has_adapters=True), torch.float32)
+    tight = {"shape": adapted, "length": 100_000, "config": Config(chunk_size=512, gpu_memory=0, keep_attention=False)}
     sizes, needed = bytes_of(ask(**tight), HOST), ask(**tight).fixed_bytes
     # No page fits on the GPU either way.
     tight |= {"config": Config(chunk_size=512, checkpoint_layers=True), "free_gpu_bytes": needed + MIB}
     assert remedy(**tight, free_host_bytes=int(sizes / 0.9 * 0.8)) == 'grad_dtype="bfloat16"'
     assert remedy(**tight, free_host_bytes=int(sizes * 0.4)).endswith('kv_dtype="bfloat16" together')
-    nothing = refusal(shape=replace(adapted, itemsize=2), free_gpu_bytes=100 * MIB, free_host_bytes=0, length=10**8)
+    nothing = refusal(
+        shape=with_dtype(adapted, torch.bfloat16), free_gpu_bytes=100 * MIB, free_host_bytes=0, length=10**8
+    )
     assert "No setting makes 100,000,000 tokens fit here." in nothing
-    assert "a larger GPU" in refusal(shape=replace(adapted, itemsize=2), free_gpu_bytes=MIB, length=512)
+    assert "a larger GPU" in refusal(shape=adapted, free_gpu_bytes=MIB, length=512)
     assert "parameter gradients 8.0 MiB, activations of a chunk" in refusal(free_gpu_bytes=MIB, length=512)
 
 
@@ -308,9 +310,8 @@ def test_short_contexts_learned_positions_and_autocast() -> None:
     learned = replace(TINY, num_positions=1000)
     text = refusal(shape=learned, length=1001)
     assert "has learned 1,000 positions" in text and "the longest context that fits is 1,000 tokens" in text
-    halves = replace(TINY, itemsize=4, layers=tuple(replace(layer, itemsize=2) for layer in TINY.layers))
-    assert replace(request, shape=halves).rows == request.rows
-    assert replace(request, shape=replace(TINY, itemsize=4)).rows != request.rows
+    assert replace(request, shape=replace(TINY, itemsize=4)).rows == request.rows
+    assert replace(request, shape=with_dtype(TINY, torch.float32)).rows != request.rows
 
 
 def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
@@ -373,16 +374,17 @@ def test_facts_are_those_of_the_tensors(name: str) -> None:
     assert (facts.itemsize, facts.hidden_size, facts.vocab_size) == (4, 48, SIZES["vocab_size"])
     # What attention is really given.
     lm = CausalLM(model)
-    seen: dict[int, LayerFacts] = {}
+    seen: dict[int, LayerShape] = {}
 
     class Look:
         def attend(self, layer: int, q: Any, k: Any, v: Any, sinks: Any, scale: Any, window: Any, softcap: Any) -> Any:
-            seen[layer] = LayerFacts(
+            seen[layer] = LayerShape(
                 num_kv_heads=k.shape[1],
                 head_size=k.shape[3],
                 value_size=v.shape[3],
                 num_query_heads=q.shape[1],
                 window=window,
+                dtype=k.dtype,
             )
             return q.new_zeros(*q.shape[:3], v.shape[3])
 

@@ -11,6 +11,7 @@ from oomb.cli.errors import PRESET_NAMES, CommandOfSettings, engine_settings, on
 from oomb.cli.options import DATA, OUTPUT, Device, Dtype, TrustRemoteCode, with_engine_options, with_options
 from oomb.cli.train.settings import check_value
 from oomb.models import load
+from oomb.models.weight_files import holds_adapters
 from oomb.utils.units import parse_list, parse_tokens
 
 NEEDLES = "Needles in a haystack"
@@ -113,7 +114,7 @@ def eval_(
         )
         for name, value in reading.items():
             check_value(name, value)
-        if not load.holds_adapters(model):
+        if not holds_adapters(model):
             load.check_model_name(model)
         quiet()
         from oomb.cli.eval.run import run

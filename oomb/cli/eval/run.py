@@ -27,7 +27,7 @@ from oomb.eval.needles import build_haystacks
 from oomb.eval.run import EvalSettings, evaluate, read_examples, tokenizer_for, tokenizer_name_of
 from oomb.eval.samples import PROMPT_SIZE, sample_text
 from oomb.models import load
-from oomb.models.adapters import base_of, with_adapters
+from oomb.models.adapters import base_model_name, with_adapters
 from oomb.utils import dtypes
 from oomb.utils.metrics import machine
 
@@ -41,7 +41,7 @@ def run(settings: EvalSettings, console: Console) -> dict[str, Any]:
     config = Config.from_dict(settings.engine)
     device = dtypes.resolve_device(settings.device)
     dtypes.resolve_dtype(settings.dtype, device)
-    base = base_of(settings.model_name_or_path)
+    base = base_model_name(settings.model_name_or_path)
     whole = settings.model_name_or_path if base is None else base
     trust: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     model_config = load.load_config(whole, **trust)
@@ -112,7 +112,7 @@ def _describe(
 
 def _check_positions(settings: EvalSettings, config: PretrainedConfig, console: Console) -> None:
     longest = max(settings.max_length, *(settings.needle.lengths if settings.needle is not None else (0,)))
-    positions = load.positions_of(config)
+    positions = load.max_positions(config)
     if positions is not None and longest > positions:
         console.print(
             f"[yellow]{longest:,} tokens are more than the {positions:,} positions this model was made for[/]",

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -22,8 +21,7 @@ from oomb.config import OFFLOADED_STATES, Config
 from oomb.data.dataset import open_dataset, pad_batch, unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
-from oomb.models import load, presets
-from oomb.models.adapters import bnb_config
+from oomb.models import adapters, load, presets
 from oomb.trainers.trainer import Trainer
 from oomb.utils import dtypes
 from oomb.utils.units import count
@@ -53,7 +51,7 @@ def check_packages(settings: TrainSettings) -> None:
     """Optional packages that the settings ask for are there, or named."""
     if settings.use_peft and not _is_there("peft"):
         raise SettingError("use_peft", "needs peft: pip install peft")
-    bnb_config(load_in_4bit=settings.load_in_4bit)
+    adapters.bnb_config(load_in_4bit=settings.load_in_4bit)
     for tracker in settings.trackers:
         if not any(map(_is_there, TRACKERS[tracker])):
             raise SettingError("report_to", f"{tracker} needs the package {tracker}: pip install {tracker}")
@@ -84,13 +82,13 @@ def precision_of(settings: TrainSettings, gpu_bytes: int | None, model_config: P
             dtype = "float32"
         else:
             is_wide = trains_weights and not keeps_updates
-            num_parameters = skeleton(model_config, settings.trust_remote_code).num_parameters()
-            fits = MASTER_BYTES * num_parameters <= MASTER_SHARE * gpu_bytes
+            model = load.meta_model(model_config, trust_remote_code=settings.trust_remote_code)
+            fits = MASTER_BYTES * model.num_parameters() <= MASTER_SHARE * gpu_bytes
             dtype = "float32" if is_wide and fits else "bfloat16"
     mixed = settings.bf16
     if mixed is None:
         # Adapters are float32, and slow unless they compute as the weights do.
-        has_float32_adapters = settings.use_peft and dtype == "bfloat16"
+        has_float32_adapters = settings.use_peft and adapters.computes_in_autocast(dtype)
         mixed = gpu_bytes is not None and (has_float32_adapters or (dtype == "float32" and settings.dtype == "auto"))
     warning = None
     if trains_weights and not keeps_updates and dtype in ("bfloat16", "float16"):
@@ -101,18 +99,12 @@ def precision_of(settings: TrainSettings, gpu_bytes: int | None, model_config: P
     return Precision(dtype, mixed, warning)
 
 
-def skeleton(model_config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
-    """The model without its numbers."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
-
-
 def check_targets(settings: TrainSettings, model_config: PretrainedConfig) -> None:
     """Names of layers that are not in the model are refused before its weights are loaded."""
     targets = settings.target_modules
     if isinstance(targets, str):
         return
-    modules = skeleton(model_config, settings.trust_remote_code).named_modules()
+    modules = load.meta_model(model_config, trust_remote_code=settings.trust_remote_code).named_modules()
     names = [name for name, module in modules if isinstance(module, torch.nn.Linear)]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -291,7 +283,14 @@ def load_model(settings: TrainSettings, model_config: PretrainedConfig, dtype: s
     resume = settings.resume_from_checkpoint
     options: dict[str, Any] = {"dtype": dtype, "device": str(device), "trust_remote_code": settings.trust_remote_code}
     if settings.load_in_4bit:
-        model = _in_4_bits(settings, model_config, device)
+        if presets.is_preset(settings.model_name_or_path):
+            raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
+        model = adapters.load_in_4bit(
+            settings.model_name_or_path,
+            config=model_config,
+            device=device,
+            trust_remote_code=settings.trust_remote_code,
+        )
     elif resume is not None and not settings.use_peft:
         # The trainer loads the checkpoint only when it trains; the held-out loss before that is to be the checkpoint's.
         model = load.load_model(resume, **options)
@@ -300,32 +299,16 @@ def load_model(settings: TrainSettings, model_config: PretrainedConfig, dtype: s
     return _with_adapters(settings, model) if settings.use_peft else model
 
 
-def _in_4_bits(settings: TrainSettings, model_config: PretrainedConfig, device: torch.device) -> Any:
-    if presets.is_preset(settings.model_name_or_path):
-        raise SettingError("load_in_4bit", "needs saved weights, and presets have none: name a folder or a hub id")
-    return load.load_weights(
-        settings.model_name_or_path,
-        config=model_config,
-        trust_remote_code=settings.trust_remote_code,
-        dtype=torch.bfloat16,
-        quantization_config=bnb_config(load_in_4bit=True),
-        device_map={"": device},
-    )
-
-
 def _with_adapters(settings: TrainSettings, model: Any) -> Any:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     if settings.resume_from_checkpoint is not None:
-        return PeftModel.from_pretrained(model, settings.resume_from_checkpoint, is_trainable=True)
-    config = LoraConfig(
+        return adapters.with_adapters(model, settings.resume_from_checkpoint, trainable=True)
+    return adapters.with_lora(
+        model,
         r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
+        alpha=settings.lora_alpha,
+        dropout=settings.lora_dropout,
         target_modules=settings.target_modules,
-        task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
 
 
 def trainer_of(

@@ -355,7 +355,7 @@ def _describe(
         lines.append(f"{what}: {gib(placement.gpu_bytes)} on {device}{host}")
     if precision.warning is not None:
         lines.append(f"[yellow]{escape(precision.warning)}[/]")
-    positions = load.positions_of(model.config)
+    positions = load.max_positions(model.config)
     if positions is not None and settings.max_length > positions:
         lines.append(
             f"[yellow]--max_length {settings.max_length:,} is more than the {positions:,} positions this model was "

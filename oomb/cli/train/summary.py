@@ -26,7 +26,7 @@ def what_next(settings: TrainSettings, num_tokens: int, model: Any, saved_to: Pa
     if settings.use_peft:
         return _with_adapters(settings, saved_to)
     longer = settings.max_length * 2
-    positions = load.positions_of(model.config)
+    positions = load.max_positions(model.config)
     is_possible = num_tokens >= longer and (positions is None or longer <= positions)
     context = longer if is_possible else settings.max_length
     where = {"device": settings.device, "dtype": settings.dtype}
