@@ -1,4 +1,4 @@
-"""`oomb bench`."""
+"""Define `oomb bench`, which measures a training step with oomb and with standard training."""
 
 from __future__ import annotations
 
@@ -22,32 +22,39 @@ def bench(
         typer.Option(
             "--model_name_or_path",
             "--model",
-            help="A preset, folder or hub id. Default: qwen2.5-7b on a GPU, else demo.",
+            help="A preset, a folder or a hub id. Default: qwen2.5-7b on a GPU, demo on a CPU.",
         ),
     ] = None,
     contexts: Annotated[
         str | None,
-        typer.Option("--contexts", help="Contexts, as in 32K,64K,1M. Default: 32K,64K on a GPU, else 2K,4K."),
+        typer.Option("--contexts", help="Contexts, for example 32K,64K,1M. Default: 32K,64K on a GPU, 2K,4K on a CPU."),
     ] = None,
     modes: Annotated[
         str,
-        typer.Option("--modes", help="What to measure: oomb, standard (whole sequence, checkpointed layers), or both."),
+        typer.Option(
+            "--modes", help="What to measure: oomb, standard (whole sequence, activation checkpointing), or both."
+        ),
     ] = "oomb,standard",
-    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters only; needs the peft package.")] = False,
-    repeats: Annotated[int, typer.Option("--repeats", help="Timed steps per row, after one that warms up.")] = 2,
+    lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters only; needs peft.")] = False,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Timed steps per result, after a warm-up step; the median counts.")
+    ] = 2,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Write the figures and the machine to this JSON file.")
+        Path | None, typer.Option("--output", help="Write results, settings and machine to this JSON file.")
     ] = None,
     selection_map: Annotated[
         Path | None,
         typer.Option(
             "--selection_map",
-            help="With --page_budget: draw the pages that a layer reads of a text into this file; needs matplotlib.",
+            help="With --page_budget: plot which pages of a text one layer reads to this file; needs matplotlib.",
         ),
     ] = None,
-    selection_layer: Annotated[int, typer.Option("--selection_layer", help="The layer to draw.")] = 0,
+    selection_layer: Annotated[int, typer.Option("--selection_layer", help="The layer to plot.")] = 0,
     selection_text: Annotated[
-        str, typer.Option("--selection_text", help="A text file or folder, or stdlib, the source of Python.")
+        str,
+        typer.Option(
+            "--selection_text", help="Text to plot for: a file, a folder, or stdlib (the source of Python's library)."
+        ),
     ] = "stdlib",
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -55,9 +62,10 @@ def bench(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Measure time, tokens/s, MFU and peak memory of a training step, with standard training beside it.
+    """Measure time, tokens/s, MFU and peak memory of a training step, with oomb and with standard training.
 
-    Forward and backward of one sequence of random tokens, all gradients, no optimizer.
+    A step is the forward and backward of one sequence of random tokens, without the optimizer. The gradients of both
+    are compared.
     """
     with one_clear_message():
         settings = engine_settings(engine)
@@ -67,7 +75,7 @@ def bench(
         chosen_modes = parse_list(modes, str.strip)
         for mode in chosen_modes:
             if mode not in ("oomb", "standard"):
-                raise ValueError(f"--modes has {mode!r}; the modes are oomb and standard")
+                raise ValueError(f"--modes has {mode!r}; use oomb, standard or both")
         place = dtypes.resolve_device(device)
         on_gpu = place.type == "cuda"
         name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
@@ -90,7 +98,7 @@ def bench(
             def finish(engine: Any) -> None:
                 found = selection.record(engine, ids, selection_layer)
                 pages = ", ".join(f"{page} ({share:.0%})" for page, share in found.most_read[:5])
-                console.print(f"layer {selection_layer} reads most: page {pages}", highlight=False, soft_wrap=True)
+                console.print(f"layer {selection_layer}: most read pages: {pages}", highlight=False, soft_wrap=True)
                 console.print(f"written to {selection.draw(found, selection_map)}", highlight=False, soft_wrap=True)
 
         report = bench_module.run(
@@ -112,5 +120,5 @@ def bench(
         report.save(output)
         console.print(f"written to {output}", highlight=False, soft_wrap=True)
     if not report.is_right:
-        console.print("[bold red]a row's gradients are wrong; its time means nothing[/]")
+        console.print("[bold red]some gradients are wrong, so their timings are meaningless[/]")
         raise typer.Exit(EXIT_NOT_TRUSTED)

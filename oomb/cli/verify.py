@@ -1,4 +1,4 @@
-"""`oomb verify`."""
+"""Define `oomb verify`, which compares chunked with whole-sequence gradients."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from oomb.utils.units import parse_tokens
 @with_engine_options("page_budget", "page_rule", chunk_size="512")
 def verify(
     model: Annotated[
-        str, typer.Argument(help=f"A folder that save_pretrained wrote, a hub id, or a preset: {PRESET_NAMES}.")
+        str, typer.Argument(help=f"A folder written by save_pretrained, a hub id, or a preset: {PRESET_NAMES}.")
     ],
-    context: Annotated[str, typer.Option("--context", help="Tokens to compare on.")] = "2048",
+    context: Annotated[str, typer.Option("--context", help="Sequence length, in tokens.")] = "2048",
     dtype: Annotated[
         str,
         typer.Option(
             "--dtype",
-            help="float64, float32, bfloat16 or float16. Half precisions are compared to a float32 reference.",
+            help="float64, float32, bfloat16 or float16. Half precision is compared with a float32 reference.",
         ),
     ] = "float32",
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     layers: Annotated[
         int | None,
-        typer.Option("--layers", help="Keep only the first N layers: for models too large for this machine."),
+        typer.Option("--layers", help="Keep only the first N layers, for models that are too large for this machine."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Compare chunked with whole-sequence gradients, for every parameter of your model, on your machine.
+    """Compare chunked with whole-sequence gradients for every parameter of your model, on your machine.
 
-    Whole-sequence training is the model's ordinary forward and autograd. Dropout is off. Ends with one line, and with
-    exit code 0 for "trust it", 1 for "do not trust", 2 where the comparison could not be made.
+    The reference is the model's own forward and autograd, without dropout. The last line is the verdict. Exit code 0
+    means "trust it", 1 "do not trust", and 2 that the comparison failed.
     """
     with one_clear_message():
         settings = engine_settings(engine)
@@ -63,7 +63,7 @@ def verify(
         console = Console()
         console.print(comparison.table())
         console.print(
-            f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} as a whole, "
+            f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} for the whole sequence, "
             f"difference {abs(comparison.loss - comparison.whole_loss):.1e}",
             highlight=False,
             soft_wrap=True,

@@ -1,5 +1,5 @@
-"""Verify gradients, measure speed and memory, evaluate long contexts.
+"""Verify gradients, measure speed and memory, and evaluate models on long contexts.
 
-Evaluation uses the engine's log-probabilities without a graph, which is the fill pass alone: a million tokens can be
-evaluated wherever their K and V fit.
+Evaluation needs log-probabilities only, so it runs the fill pass without a graph: a context of a million tokens can be
+evaluated wherever its K and V fit.
 """

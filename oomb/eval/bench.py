@@ -1,8 +1,8 @@
-"""Time, throughput and memory of one training step (forward and backward), beside standard training in the same run.
+"""Measure time, throughput and memory of a training step with oomb and with standard training.
 
-"standard" is what a good engineer does with Hugging Face alone: every layer checkpointed, the fastest attention PyTorch
-has, the loss in tiles. Both modes get the same weights and tokens; where both run, the losses and a sample of the
-gradients are compared, and a row that does not agree is reported as wrong, whatever its speed.
+"standard" is a well-tuned Hugging Face step: activation checkpointing in every layer, the fastest attention backend
+PyTorch has, and a tiled loss. Both modes see the same weights and tokens. Their losses and a sample of their gradients
+are compared, and a result that disagrees is reported as wrong no matter how fast it was.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ FASTEST_FIRST = [
     SDPBackend.MATH,
 ]
 WARM_UP = 32768
-"""Tokens of a mode's first step, before the measured ones: several chunks of any sensible size, so that kernels are
-built."""
+"""Tokens of each mode's warm-up step: several chunks of any reasonable size, so that every kernel gets compiled."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
-"""How far apart the gradients of the modes may be, relative to their norm, before a row counts as wrong; a tenth of it
-for the loss. Two bfloat16 runs of a deep random model are 0.07 apart."""
+"""Largest relative difference between the gradients of the two modes (a tenth of it for the loss), in full and in half
+precision. Two bfloat16 runs of a deep random model differ by 0.07."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +80,7 @@ class BenchResult(StepResult):
 
 @dataclass
 class Report:
-    """What was measured, on what, with which settings."""
+    """Results of one benchmark run, with its settings and the machine."""
 
     model: str
     settings: dict[str, Any]
@@ -89,7 +88,8 @@ class Report:
     rows: list[BenchResult]
 
     def table(self) -> Table:
-        table = Table(title=f"{self.model}: one step, forward and backward")
+        """Return the results as a table for the terminal, without empty columns."""
+        table = Table(title=f"{self.model}: one training step (forward and backward)")
         columns: dict[str, Callable[[BenchResult], str]] = {
             "context": lambda row: f"{row.context:,}",
             "mode": lambda row: row.mode,
@@ -97,12 +97,12 @@ class Report:
             "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             "MFU": lambda row: f"{row.mfu:.1%}" if row.mfu else "",
             "peak": lambda row: units.gib(row.peak_bytes) if row.peak_bytes else "",
-            "pages, device": lambda row: units.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
-            "host": lambda row: units.gib(row.host_page_bytes) if row.host_page_bytes else "",
-            "moved in, out": lambda row: (
+            "GPU pages": lambda row: units.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
+            "host pages": lambda row: units.gib(row.host_page_bytes) if row.host_page_bytes else "",
+            "copied in, out": lambda row: (
                 f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}" if row.loaded_bytes else ""
             ),
-            "waited": lambda row: units.seconds(row.waited_seconds) if row.loaded_bytes else "",
+            "stall": lambda row: units.seconds(row.waited_seconds) if row.loaded_bytes else "",
             "grad diff": lambda row: f"{row.grad_difference:.1e}" if row.grad_difference is not None else "",
         }
         shown = {name: show for name, show in columns.items() if any(map(show, self.rows))}
@@ -113,6 +113,7 @@ class Report:
         return table
 
     def save(self, path: str | Path) -> Path:
+        """Write settings, machine and results to a JSON file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -120,6 +121,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
+        """Whether no result disagrees with standard training."""
         return not any(row.is_wrong for row in self.rows)
 
 
@@ -139,15 +141,30 @@ def run(
     on_chunk: Callable[[str, int, int], None] | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
-    """Measures every mode at every context, the shortest first. `settings` are further fields of `Config`; `on_row` and
-    `on_chunk` are called as results come in, `finish` with the engine when all are there."""
+    """Measure every mode at every context, shortest context first.
+
+    Args:
+        model: A preset, a folder or a hub id.
+        contexts: Sequence lengths, in tokens.
+        modes: "oomb", "standard" or both.
+        chunk_size: Tokens per chunk.
+        dtype: Precision of the weights; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        lora: Train LoRA adapters only.
+        repeats: Timed steps per result; the median is reported.
+        settings: Other fields of `oomb.Config`.
+        finish: Called with the engine after the last measurement.
+        on_row: Called with each result.
+        on_chunk: Called as on_chunk(phase, chunks done, chunks in total).
+        trust_remote_code: Run Python code that comes with the model.
+    """
     for mode in modes:
         if mode not in MODES:
-            raise ValueError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
+            raise ValueError(f"unknown mode {mode!r}; use {' or '.join(MODES)}")
     if not contexts or min(contexts) < 2:
-        raise ValueError("give at least one context of 2 tokens or more")
+        raise ValueError(f"contexts is {list(contexts)}; it needs at least one context, and 2 tokens or more in each")
     config = Config.from_dict({"chunk_size": chunk_size, **(settings or {})})
-    network = _prepare(model, dtype, device, lora, trust_remote_code)
+    network = _load(model, dtype, device, lora, trust_remote_code)
     engine = Engine(network, config)
     engine.progress = on_chunk
     vocab, place = engine.model.vocab_size, engine.model.device
@@ -164,7 +181,7 @@ def run(
             if row.problem is None:
                 other = next((r for r in rows if r.context == context and r.problem is None), None)
                 compare_gradients(row, other, network, sample, config.keys_read(context) >= context)
-            # Pages are the engine's; standard training is not charged for them.
+            # Or the memory of standard training would include the engine's pages.
             engine.release()
             free_memory(network)
             rows.append(row)
@@ -178,14 +195,14 @@ def run(
 
 
 class EngineStep:
-    """One step of the engine."""
+    """A training step with oomb."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_warm = False
 
     def prepare(self, ids: Tensor, row: StepResult) -> None:
-        """Takes the memory beforehand: pinning it is a matter of a run's first step, as compilation is."""
+        """Reserve memory before timing: like compilation, pinning happens once per run."""
         begin = time.perf_counter()
         self.engine.reserve(*ids.shape)
         row.reserve_seconds = time.perf_counter() - begin
@@ -204,7 +221,7 @@ class EngineStep:
 
 
 class StandardStep:
-    """One step as Hugging Face users would do it: layer checkpointing, cuDNN attention first, tiled loss."""
+    """A training step with Hugging Face: activation checkpointing, cuDNN attention if available, tiled loss."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
@@ -235,7 +252,7 @@ class StandardStep:
         return -logp.sum() / num_counted
 
 
-def _prepare(model: str, dtype: str, device: str, lora: bool, trust_remote_code: bool) -> nn.Module:
+def _load(model: str, dtype: str, device: str, lora: bool, trust_remote_code: bool) -> nn.Module:
     network: nn.Module = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     return (with_lora(network) if lora else network).train()
 
@@ -247,7 +264,7 @@ def _measure(
     on_gpu = place.type == "cuda"
     try:
         if not step.is_warm:
-            # Compilation, kernel plans and the allocator's first requests belong to a first step, not to the pace.
+            # The first step compiles kernels and grows the allocator's pools.
             step(ids[:, :WARM_UP])
             step.is_warm = True
         clear_grads(network)
@@ -276,8 +293,11 @@ def _measure(
 def compare_gradients(
     row: BenchResult, other: BenchResult | None, network: nn.Module, sample: dict[str, Tensor], covers_all: bool = True
 ) -> None:
-    """Keeps a sample of the first mode's gradients; compares the second mode with it. Gradients of a step that reads
-    chosen pages only (not `covers_all`) are another thing: their distance is shown, not judged."""
+    """Compare a result with the other mode's, and mark it as wrong if they disagree.
+
+    The first mode to run leaves a sample of its gradients in `sample`. With sparse attention (not `covers_all`) the
+    gradients are expected to differ, so the difference is recorded but not judged.
+    """
     grads = {n: p.grad for n, p in network.named_parameters() if p.grad is not None and p.ndim < 3}
     names = sorted(grads)[:: max(1, len(grads) // 24)]
     if other is None:
@@ -287,10 +307,13 @@ def compare_gradients(
     apart = sum(float((grads[name].to("cpu", torch.float32) - g).square().sum()) for name, g in sample.items())
     row.grad_difference = (apart / sum(float(g.square().sum()) for g in sample.values())) ** 0.5
     tolerance = HALF_TOLERANCE if next(network.parameters()).dtype.itemsize < 4 else TOLERANCE
-    # Written so that NaN, which compares as false, counts as wrong.
+    # `not (a <= b)` instead of `a > b`: NaN must count as wrong.
     if covers_all and not (abs(row.loss / other.loss - 1) <= tolerance / 10 and row.grad_difference <= tolerance):
         row.is_wrong = True
-        row.problem = f"WRONG: loss {row.loss:.4f} against {other.loss:.4f}, gradients {row.grad_difference:.1e} apart"
+        row.problem = (
+            f"WRONG: the loss is {row.loss:.4f} instead of {other.loss:.4f}, gradients differ by "
+            f"{row.grad_difference:.1e}"
+        )
 
 
 def clear_grads(network: nn.Module) -> None:
@@ -306,8 +329,10 @@ def free_memory(network: nn.Module) -> None:
 
 
 def _mfu(row: BenchResult, model: CausalLM, place: torch.device, keys: int) -> float | None:
-    """Model FLOPs (no recomputation counted, of attention what is read) over the GPU's peak. None where that is not
-    known."""
+    """Return model FLOP/s as a fraction of the GPU's peak, or None for an unknown GPU.
+
+    Recomputation does not count, and attention counts only the `keys` it reads.
+    """
     if row.seconds is None or place.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(place))

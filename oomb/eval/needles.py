@@ -1,14 +1,13 @@
-"""Needles in a haystack: sentences like "The code of amber falcon is 48213." are hidden in real text, and the codes of
-some are asked for at its end.
+"""Score needles in a haystack: sentences like "The code of amber falcon is 48213." hidden in real text.
 
     part 0 of the text        part 1                       ...  the questions
     ... [a] ... [A] . [b] ..  .. [c] ..... [d] .. [C] ...       [C with its code] [A with its code]
 
-One pass scores all questions of a haystack. Each is a choice between the codes of the needles in its part of the text,
-of which only one is ever asked for, and which lie there in an order of chance. So a model that does not connect a code
-with its name, whatever else it has learned (to repeat codes, to prefer late ones, not to repeat what has been
-answered), is right one time in as many as there are candidates. A second pass, over the same text and questions without
-needles, is the control. T tokens, V vocabulary.
+Questions about some of the codes follow the text, and one pass scores all of them. Each question is a choice between
+the codes in its part of the text. Only one code per part is ever asked for, and the order within a part is random, so a
+model that does not connect codes with names gets one in `num_candidates` right, whatever other habits it has: repeating
+codes, preferring late ones, or avoiding those already answered. A second pass over the same text and questions without
+needles is the control. T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from oomb.engine.engine import Engine
 
 LINE_SEARCH = 256
-"""Tokens within which a needle looks for the end of a line to be put at."""
+"""A needle moves to the next line end if there is one within this many tokens."""
 
 LEAD, VALUE, TAIL = "\nThe code of {} is", " {}", ".\n"
 ADJECTIVES = (
@@ -49,27 +48,25 @@ NOUNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleSettings:
-    """A needle-in-a-haystack probe."""
+    """Settings of a needle-in-a-haystack evaluation."""
 
     lengths: tuple[int, ...]
-    """Tokens of a haystack, its needles and questions included."""
+    """Tokens of a haystack, including its needles and questions."""
     num_depths: int = 5
-    """The haystack is cut into so many parts of equal length, and one question is about each."""
+    """Number of equal parts of the text, with one question about each."""
     num_candidates: int = 4
-    """Needles in each part. Their codes are what the model chooses from, so the chance level is one in so many."""
+    """Needles in each part. The model chooses between their codes, so chance level is 1 / num_candidates."""
     num_haystacks: int = 4
-    """Of each length. Each takes two passes: with its needles, and without."""
+    """Haystacks of each length. Each takes two passes: with needles and without."""
     seed: int = 0
+    """Seed of names, codes and positions."""
 
     def __post_init__(self) -> None:
-        for name, least, most in (("num_depths", 1, 100), ("num_candidates", 2, 9), ("num_haystacks", 1, 10_000)):
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be between {least} and {most}")
+        for name, low, high in (("num_depths", 1, 100), ("num_candidates", 2, 9), ("num_haystacks", 1, 10_000)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between {low} and {high}")
         if not self.lengths:
-            raise ValueError("a needle probe needs the length of a haystack, as in lengths=(4096,)")
-        if self.num_depths * self.num_candidates > len(ADJECTIVES) * len(NOUNS):
-            most = len(ADJECTIVES) * len(NOUNS)
-            raise ValueError(f"{self.num_depths} depths x {self.num_candidates} candidates need more than {most} names")
+            raise ValueError("lengths is empty: pass at least one haystack length, for example lengths=(4096,)")
 
     @property
     def num_passes(self) -> int:
@@ -78,45 +75,50 @@ class NeedleSettings:
 
 @dataclass(frozen=True)
 class Question:
+    """A question about one needle."""
+
     depth: int
     start: int
-    """Position of the answer's first token, the same with needles and without."""
+    """Position of the answer's first token, the same with and without needles."""
     answer: tuple[int, ...]
     differ_at: int
-    """The token of the answer in which all candidates differ; those before it are the same."""
+    """Index of the first token in which the candidates differ; they all differ there."""
     candidates: tuple[int, ...]
     """That token of each candidate, the right one first."""
 
 
 @dataclass(frozen=True)
 class Haystack:
+    """A text with needles and the questions about them."""
+
     length: int
     ids_T: Tensor
     control_T: Tensor
-    """The same text and questions without needles; there is more of the text instead."""
+    """The control: the same questions after more of the same text, without needles."""
     questions: tuple[Question, ...]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How one question was answered."""
+    """A model's answer to one question."""
 
     length: int
     depth: int
     is_right: float
-    """1 where the right code is the likeliest of the candidates; a part of it where several are equally likely."""
+    """1 if the right code is the most likely candidate, 1/n if it ties with others for n candidates in all."""
     share: float
-    """Probability of the right code among the candidates: their own, divided by the sum."""
+    """Probability of the right code, normalized over the candidates."""
     is_exact: bool
-    """Whether greedy decoding would have written the code: each token of it is the likeliest of the vocabulary."""
+    """Greedy decoding would write the code: each of its tokens is the most likely of the whole vocabulary."""
     gain: float
-    """Log-probability of the code with the needle in the text, less that without, in nats."""
+    """Log-probability of the code with needles minus that without, in nats."""
     control_is_right: float
+    """`is_right` for the control, where the text has no needles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleScores:
-    """What `needle_scores` returns."""
+    """Answers to all questions."""
 
     settings: NeedleSettings
     answers: tuple[Answer, ...]
@@ -145,7 +147,7 @@ class NeedleScores:
         return {**whole, "settings": asdict(settings), "lengths": by_length, "cells": cells}
 
     def _interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval of the accuracy; unlike a standard error it is honest at 0 and 1."""
+        """Return Wilson's 95% interval of the accuracy, which unlike a standard error is meaningful at 0 and 1."""
         n, p, z = len(self.answers), self.accuracy, 1.96
         middle = (p + z * z / (2 * n)) / (1 + z * z / n)
         half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -170,45 +172,59 @@ def _mean(values: list[float]) -> float:
 def build_haystacks(
     text_ids: Tensor, tokenizer: PreTrainedTokenizerBase | None, settings: NeedleSettings
 ) -> list[Haystack]:
-    """Haystacks cut from `text_ids`, one long run of tokens; without a tokenizer a token is a byte. Everything that can
-    be wrong with lengths and text is raised here, before the first pass. The same seed gives the same haystacks."""
+    """Build haystacks of all lengths, and check that lengths, text and tokenizer suit them.
+
+    The same seed gives the same haystacks.
+
+    Args:
+        text_ids: Tokens of real text, at least as many as the longest haystack has.
+        tokenizer: The model's tokenizer; None for models that read bytes.
+        settings: Lengths and number of haystacks, depths and candidates.
+
+    Example:
+        >>> text_ids = torch.tensor(list(b"the quick brown fox jumps over the lazy dog" * 30))
+        >>> settings = NeedleSettings(lengths=(1024,), num_depths=2, num_haystacks=1)
+        >>> [haystack] = build_haystacks(text_ids, None, settings)
+        >>> len(haystack.ids_T), len(haystack.questions)
+        (1024, 2)
+    """
     text_T = torch.as_tensor(text_ids).flatten().to("cpu", torch.int64)
     writer = _Writer(tokenizer)
     haystacks = []
     for length in settings.lengths:
         if length > len(text_T):
             raise ValueError(
-                f"a haystack of {length:,} tokens needs as much text and there are {len(text_T):,} tokens: give more "
-                "text, or lower the needle lengths"
+                f"the text has {len(text_T):,} tokens, too few for a haystack of {length:,}: use more text or a lower "
+                "needle length"
             )
         for index in range(settings.num_haystacks):
             offset = (len(text_T) - length) * index // max(1, settings.num_haystacks - 1)
-            chance = random.Random(f"{settings.seed} {length} {index}")
-            haystacks.append(_haystack(text_T[offset : offset + length], writer, settings, chance))
+            rng = random.Random(f"{settings.seed} {length} {index}")
+            haystacks.append(_haystack(text_T[offset : offset + length], writer, settings, rng))
     return haystacks
 
 
-def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, chance: random.Random) -> Haystack:
+def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, rng: random.Random) -> Haystack:
     length = len(text_T)
     num_needles = settings.num_depths * settings.num_candidates
     names = [f"{a} {n}" for a in ADJECTIVES for n in NOUNS]
-    leads = [tuple(writer.ids(LEAD.format(name))) for name in chance.sample(names, num_needles)]
+    leads = [tuple(writer.ids(LEAD.format(name))) for name in rng.sample(names, num_needles)]
     tail = tuple(writer.ids(TAIL))
     used: set[int] = set()
-    # Of each part, the first needle is the one that is asked for; the others are decoys.
-    groups = [writer.values(settings.num_candidates, used, chance) for _ in range(settings.num_depths)]
+    # The first needle of each part is asked for; the others are decoys.
+    groups = [writer.values(settings.num_candidates, used, rng) for _ in range(settings.num_depths)]
     needles = [
         [(*leads[depth * settings.num_candidates + i], *value, *tail) for i, value in enumerate(values)]
         for depth, values in enumerate(groups)
     ]
-    asked = chance.sample(range(settings.num_depths), settings.num_depths)
+    asked = rng.sample(range(settings.num_depths), settings.num_depths)
     suffix_size = sum(len(needles[depth][0]) for depth in asked)
     needle_size = sum(len(needle) for group in needles for needle in group)
     if 2 * (needle_size + suffix_size) > length:
         raise ValueError(
             f"a haystack of {length:,} tokens is too short: {num_needles} needles and {len(asked)} questions take "
-            f"{needle_size + suffix_size:,} of them, and half should be text. Use {2 * (needle_size + suffix_size):,} "
-            "tokens or more, fewer depths or fewer candidates"
+            f"{needle_size + suffix_size:,} tokens, which must be at most half. Use "
+            f"{2 * (needle_size + suffix_size):,} tokens or more, fewer depths or fewer candidates"
         )
     body = length - suffix_size
     kept = body - needle_size
@@ -216,9 +232,9 @@ def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, chance:
     for depth, group in enumerate(needles):
         start, end = (kept * d // settings.num_depths for d in (depth, depth + 1))
         for needle in group:
-            place = writer.line_end(text_T, chance.randrange(start, end), end)
-            # Those that meet at the end of one line lie in an order of chance: no order may tell which one is asked.
-            places.append((place, chance.randrange(1 << 30), needle))
+            place = writer.line_end(text_T, rng.randrange(start, end), end)
+            # Shuffle needles that share a line end: their order must not reveal which one is asked for.
+            places.append((place, rng.randrange(1 << 30), needle))
     text, pieces, done = text_T.tolist(), [], 0
     for place, _, needle in sorted(places):
         pieces += [*text[done:place], *needle]
@@ -236,7 +252,7 @@ def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, chance:
 
 
 class _Writer:
-    """Needles as tokens. Their parts are tokenised one by one, so that they are the same tokens in the question."""
+    """Needles as tokens. Their parts are tokenized separately, so a question has the same tokens as its needle."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.tokenizer = tokenizer
@@ -247,10 +263,10 @@ class _Writer:
             return list(text.encode())
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def values(self, number: int, used: set[int], chance: random.Random) -> list[tuple[int, ...]]:
-        """Codes of equally many tokens, all different in the first token that is not common to all."""
+    def values(self, number: int, used: set[int], rng: random.Random) -> list[tuple[int, ...]]:
+        """Return unused codes of equal token length that all differ in the first token that is not common to all."""
         for _ in range(1000):
-            codes = [10_000 * first + chance.randrange(10_000) for first in chance.sample(range(1, 10), number)]
+            codes = [10_000 * first + rng.randrange(10_000) for first in rng.sample(range(1, 10), number)]
             values = [tuple(self.ids(VALUE.format(code))) for code in codes]
             if used.isdisjoint(codes) and len({len(value) for value in values}) == 1:
                 differing = [len(set(tokens)) for tokens in zip(*values) if len(set(tokens)) > 1]
@@ -258,7 +274,8 @@ class _Writer:
                     used.update(codes)
                     return values
         raise ValueError(
-            f"the tokenizer does not tell {number} numbers apart, as a needle probe needs: is it the model's own?"
+            f"the tokenizer cannot distinguish {number} five-digit numbers, which needles need: check that it is the "
+            "model's own"
         )
 
     def line_end(self, text_T: Tensor, place: int, end: int) -> int:
@@ -274,21 +291,34 @@ class _Writer:
 
 
 def needle_scores(engine: Engine, haystacks: Sequence[Haystack], settings: NeedleSettings) -> NeedleScores:
-    """Two passes over each haystack: with its needles, and without."""
+    """Score all questions, in two passes over each haystack: with needles and without.
+
+    Args:
+        engine: The engine to evaluate.
+        haystacks: What `build_haystacks` returned.
+        settings: The settings the haystacks were built with.
+    """
     answers: list[Answer] = []
     for haystack in haystacks:
-        found = _ask(engine, haystack.ids_T, haystack.questions)
-        blind = _ask(engine, haystack.control_T, haystack.questions)
-        for question, seen, unseen in zip(haystack.questions, found, blind):
-            gain = seen.logp - unseen.logp
+        scores = _ask(engine, haystack.ids_T, haystack.questions)
+        controls = _ask(engine, haystack.control_T, haystack.questions)
+        for question, score, control in zip(haystack.questions, scores, controls):
             answers.append(
-                Answer(haystack.length, question.depth, seen.is_right, seen.share, seen.is_exact, gain, unseen.is_right)
+                Answer(
+                    length=haystack.length,
+                    depth=question.depth,
+                    is_right=score.is_right,
+                    share=score.share,
+                    is_exact=score.is_exact,
+                    gain=score.logp - control.logp,
+                    control_is_right=control.is_right,
+                )
             )
     return NeedleScores(settings=settings, answers=tuple(answers))
 
 
-class _Read(NamedTuple):
-    """What one pass makes of one question."""
+class _Score(NamedTuple):
+    """Scores of one question in one pass."""
 
     is_right: float
     share: float
@@ -296,8 +326,8 @@ class _Read(NamedTuple):
     logp: float
 
 
-def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[_Read]:
-    # What predicts token t is the row before it.
+def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[_Score]:
+    # Row t - 1 predicts token t.
     rows = [question.start + i - 1 for question in questions for i in range(len(question.answer))]
     with eval_mode(engine), noting(engine, rows) as notes:
         engine.logprobs(ids_T[None])
@@ -309,5 +339,5 @@ def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[_
         right = float(best[0]) / max(1, int(best.sum()))
         share = float(scores.softmax(0)[0])
         exact = all(int(row.argmax()) == token for row, token in zip(logp, question.answer))
-        results.append(_Read(right, share, exact, sum(float(row[token]) for row, token in zip(logp, question.answer))))
+        results.append(_Score(right, share, exact, sum(float(row[token]) for row, token in zip(logp, question.answer))))
     return results

@@ -1,4 +1,4 @@
-"""The loss by position. A model that uses its context predicts late tokens better than early ones: the curve falls."""
+"""Measure the loss by position: a model that uses its context predicts late tokens better than early ones."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 1024
 RUN_SIZE = 256
-"""Neighbouring tokens are easy or hard together, so a standard error is taken over runs of so many, not over tokens."""
+"""Tokens that count as one observation in a standard error, since neighboring tokens are easy or hard together."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tokens at positions `start` to `end - 1` of all examples."""
+    """Loss of the tokens at positions `start` to `end - 1` of all examples."""
 
     start: int
     end: int
     count: int
     loss: float
-    """Mean, in nats."""
+    """Mean loss in nats."""
     standard_error: float | None
-    """Of the loss; None where there is a single run of tokens."""
+    """Standard error of the loss; None if there is only one run of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLosses:
-    """What `perplexity_by_position` returns."""
+    """Loss by position, and over all positions."""
 
     buckets: tuple[Bucket, ...]
     num_examples: int
@@ -44,7 +44,7 @@ class PositionLosses:
     loss: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         buckets = [{**asdict(bucket), "perplexity": perplexity(bucket.loss)} for bucket in self.buckets]
         whole = {"num_windows": self.num_examples, "count": self.count, "loss": self.loss}
         return {**whole, "perplexity": perplexity(self.loss), "buckets": buckets}
@@ -57,18 +57,29 @@ def perplexity(loss: float) -> float:
 def perplexity_by_position(
     engine: Engine, examples: Sequence[Any], *, first_bucket: int = FIRST_BUCKET
 ) -> PositionLosses:
-    """Mean loss in buckets of position: 0 to `first_bucket`, then up to twice that, and so on.
+    """Return the mean loss by position, in buckets that double in size.
 
-    An example is a tensor of token ids, or a dict with `input_ids` and perhaps `labels`, of which -100 do not count.
-    Examples may differ in length. The first token of each is predicted from nothing and does not count.
+    Args:
+        engine: The engine to evaluate.
+        examples: Tensors of token ids, or dicts with `input_ids` and optionally `labels`, where -100 is
+            ignored. Lengths may differ. The first token of an example has no prediction and does not count.
+        first_bucket: Size of the first bucket. The second one ends at twice that, and so on.
+
+    Example:
+        >>> import oomb, torch
+        >>> from oomb.models.load import load_model
+        >>> engine = oomb.Engine(load_model("demo", device="cpu"), oomb.Config(chunk_size=64))
+        >>> losses = perplexity_by_position(engine, [torch.arange(200)], first_bucket=64)
+        >>> [(bucket.start, bucket.end, bucket.count) for bucket in losses.buckets]
+        [(0, 64, 63), (64, 128, 64), (128, 200, 72)]
     """
     if not len(examples):
-        raise ValueError("there is no example to evaluate on; give at least one")
+        raise ValueError("there are no examples to evaluate: pass at least one")
     run_size = max(1, min(RUN_SIZE, first_bucket // 4))
     runs: dict[int, list[tuple[float, int]]] = {}
     longest = 0
     for index in range(len(examples)):
-        ids_T, labels_T = _example(examples[index])
+        ids_T, labels_T = _ids_and_labels(examples[index])
         longest = max(longest, len(ids_T))
         with eval_mode(engine):
             loss_T = -engine.logprobs(ids_T[None])[0].double().cpu()
@@ -88,12 +99,12 @@ def perplexity_by_position(
         start, end = end, 2 * end
     count = sum(bucket.count for bucket in buckets)
     if count == 0:
-        raise ValueError("no token of the examples counts: every label is -100, or an example is a single token")
+        raise ValueError("no token counts: every label is -100, or every example is a single token")
     loss = sum(bucket.loss * bucket.count for bucket in buckets) / count
     return PositionLosses(buckets=tuple(buckets), num_examples=len(examples), count=count, loss=loss)
 
 
-def _example(example: Any) -> tuple[Tensor, Tensor]:
+def _ids_and_labels(example: Any) -> tuple[Tensor, Tensor]:
     ids, labels = (example["input_ids"], example.get("labels")) if isinstance(example, dict) else (example, None)
     ids_T = torch.as_tensor(ids).cpu()
     return ids_T, torch.as_tensor(ids_T if labels is None else labels).cpu()
@@ -104,7 +115,7 @@ def _bucket(start: int, end: int, runs: list[tuple[float, int]]) -> Bucket:
     loss = sum(total for total, _ in runs) / count
     error = None
     if len(runs) > 1:
-        # Of a ratio of sums, since runs at the ends are shorter.
+        # The last run of an example may be shorter, so this is the standard error of a ratio of sums.
         spread = sum((total - number * loss) ** 2 for total, number in runs)
         error = math.sqrt(spread * len(runs) / (len(runs) - 1)) / count
     return Bucket(start=start, end=end, count=count, loss=loss, standard_error=error)

@@ -1,4 +1,4 @@
-"""The run behind `oomb eval`: check everything, load, evaluate, print tables, write JSON."""
+"""Evaluate a model on long contexts: settings, tokenizer and data of `oomb eval`, and the evaluation itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class EvalSettings:
-    """The choices of one evaluation, named as in `oomb train`."""
+    """Settings of one evaluation, named as in `oomb train`."""
 
     model_name_or_path: str
     tokenizer_name: str | None = None
@@ -48,24 +48,30 @@ class EvalSettings:
     """Fields of `oomb.Config`."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_length", 2), ("max_eval_samples", 1), ("sample_tokens", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} is {getattr(self, name)}; it must be {least} or more")
+        for name, minimum in (("max_length", 2), ("max_eval_samples", 1), ("sample_tokens", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"--{name} is {getattr(self, name)}; it must be {minimum} or more")
         if self.output is not None:
             path = Path(self.output)
             if path.is_dir():
-                raise ValueError(f"--output {path} is a folder; name a file, {path / 'eval.json'} for example")
+                raise ValueError(f"--output {path} is a folder; pass a file, for example {path / 'eval.json'}")
             parent = next(p for p in path.absolute().parents if p.exists())
             if not os.access(parent, os.W_OK):
-                raise ValueError(f"--output {path} cannot be written: {parent} is read-only for you")
+                raise ValueError(f"--output {path} cannot be written: you have no write permission in {parent}")
 
 
 def evaluate(
     engine: Engine, examples: Sequence[Any], haystacks: Sequence[Haystack] = (), needle: NeedleSettings | None = None
 ) -> dict[str, Any]:
-    """{"perplexity", and "needle" where there are haystacks}: plain values, as the `eval` event of a run holds them.
+    """Return {"perplexity": ..., "needle": ...} in plain values; "needle" only if there are haystacks.
 
-    There are `len(examples) + 2 * len(haystacks)` passes; `engine.progress` hears of their chunks.
+    It takes `len(examples) + 2 * len(haystacks)` passes, and `engine.progress` is called for each of their chunks.
+
+    Args:
+        engine: The engine to evaluate.
+        examples: Examples for the loss by position; see `perplexity_by_position`.
+        haystacks: What `build_haystacks` returned.
+        needle: The settings the haystacks were built with.
     """
     found = {"perplexity": perplexity_by_position(engine, examples).as_dict()}
     if needle is not None and haystacks:
@@ -80,7 +86,10 @@ def tokenizer_for(
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that is named, or the model's own; None for presets and what was trained from them on bytes."""
+    """Return the tokenizer of that name or the model's own; None for models that read bytes.
+
+    Presets read bytes, and so do models trained from them.
+    """
     vocab_size = config.get_text_config().vocab_size
     if tokenizer_name is not None:
         tokenizer = load.load_tokenizer(tokenizer_name, trust_remote_code=trust_remote_code)
@@ -93,19 +102,19 @@ def tokenizer_for(
             if vocab_size != presets.PRESETS["demo"]["vocab_size"]:
                 raise
             tokenizer = None
-    # Tokens added to it, padding for one, are no harm until a text has them.
+    # Do not count added tokens such as padding: they do no harm unless a text contains them.
     needed = NUM_BYTE_IDS if tokenizer is None else tokenizer.vocab_size
     if vocab_size < needed:
         what = "bytes need" if tokenizer is None else "the tokenizer has"
         raise ValueError(
-            f"{name_or_path} has a vocabulary of {vocab_size} and {what} {needed} ids; name the tokenizer that belongs "
-            "to the model with --tokenizer_name"
+            f"{name_or_path} has a vocabulary of {vocab_size} and {what} {needed} ids: pass the model's own tokenizer "
+            "as --tokenizer_name"
         )
     return tokenizer
 
 
-def tokenizer_name_of(settings: EvalSettings, base: str | None) -> str | None:
-    """Adapters are saved with the tokenizer that they were trained with; that one comes before the base model's."""
+def resolve_tokenizer_name(settings: EvalSettings, base: str | None) -> str | None:
+    """Return the tokenizer to load: `tokenizer_name`, or the one saved with LoRA adapters; None for the model's own."""
     if settings.tokenizer_name is not None or base is None:
         return settings.tokenizer_name
     folder = Path(settings.model_name_or_path).expanduser()
@@ -119,9 +128,12 @@ def read_examples(
     vocab_size: int,
     report: Callable[[int, int], None],
 ) -> tuple[Split, list[dict[str, Tensor]], Tensor]:
-    """Return the examples to evaluate on, and text for haystacks. The first ones are those `oomb train` holds out."""
-    most = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
-    num_examples = max(settings.max_eval_samples, -(-most // settings.max_length))
+    """Return the dataset, the examples to evaluate and the text for haystacks.
+
+    The first examples are those that `oomb train` holds out. `report` is called with the bytes checked and the total.
+    """
+    longest = max(settings.needle.lengths, default=0) if settings.needle is not None else 0
+    num_examples = max(settings.max_eval_samples, -(-longest // settings.max_length))
     skip_check = settings.skip_dataset_check
     while True:
         split = open_dataset(
@@ -140,8 +152,8 @@ def read_examples(
         parts = [split.train] if split.held_out is None else [split.held_out, split.train]
         examples = [part[i] for part in parts for i in range(len(part))]
         text = torch.cat([example["input_ids"] for example in examples])
-        # Documents may be short. How many of them a haystack takes is known once they are read.
-        if len(text) >= most or len(split.train) < num_examples:
+        # Only reading the documents tells how many of them fill a haystack.
+        if len(text) >= longest or len(split.train) < num_examples:
             return split, examples[: settings.max_eval_samples], text
         num_examples *= 4
-        skip_check = True  # It has been checked.
+        skip_check = True  # The first round has checked the dataset.

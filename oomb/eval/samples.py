@@ -1,4 +1,4 @@
-"""A sample of a model's text."""
+"""Generate a sample of a model's text."""
 
 from __future__ import annotations
 
@@ -29,14 +29,24 @@ def sample_text(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> dict[str, str]:
-    """{"prompt", "text"}: how the model goes on from `prompt_ids`, by its own `generate`. The same seed gives the same
-    text; the program's random numbers are left as they are."""
+    """Continue a prompt with the model's own `generate`, and return {"prompt": ..., "text": ...}.
+
+    The same seed gives the same text, and the state of the random number generators is restored afterwards.
+
+    Args:
+        engine: Engine of the model to sample from.
+        prompt_ids: Token ids to continue.
+        tokenizer: Tokenizer that decodes the tokens; None for models that read bytes.
+        num_tokens: Number of new tokens, at most.
+        temperature: Sampling temperature.
+        seed: Seed of the sampling.
+    """
     model: Any = engine.model.lm
     ids = torch.as_tensor(prompt_ids).flatten().to(engine.model.device, torch.int64)[None]
     device = engine.model.device
     with eval_mode(engine), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written = model.generate(
+        generated = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_tokens,
@@ -46,11 +56,12 @@ def sample_text(
             top_p=0.95,
             pad_token_id=model.config.get_text_config().pad_token_id or 0,
         )
-    prompt, text = (decode(part, tokenizer) for part in (ids[0], written[0, ids.shape[1] :]))
+    prompt, text = (decode(part, tokenizer) for part in (ids[0], generated[0, ids.shape[1] :]))
     return {"prompt": prompt, "text": text}
 
 
 def decode(ids_T: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return the text of token ids; without a tokenizer they are bytes."""
     if tokenizer is None:
         return bytes(i for i in ids_T.tolist() if i < SEPARATOR_ID).decode(errors="replace")
     return str(tokenizer.decode(ids_T.tolist(), skip_special_tokens=True))
@@ -58,7 +69,7 @@ def decode(ids_T: Tensor, tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 @contextmanager
 def eval_mode(engine: Engine) -> Iterator[None]:
-    """No graph, no dropout."""
+    """Switch off autograd and dropout within the block."""
     module = engine.model.lm
     was_training = module.training
     module.eval()

@@ -1,4 +1,4 @@
-"""A picture of what sparse attention reads: tiles of queries against pages of the past, for one layer."""
+"""Plot which pages sparse attention reads: query tiles against pages, for one layer."""
 
 from __future__ import annotations
 
@@ -15,102 +15,104 @@ from oomb.data.discover import STDLIB
 from oomb.engine.engine import Engine
 from oomb.planner.report import check_plotting
 
-MOST_CELLS = 2048
-"""More tiles or pages than this are drawn several to a point."""
+MAX_CELLS = 2048
+"""Tiles and pages that are drawn one by one; with more of them, several share a pixel."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a layer reads of a sequence."""
+    """Pages of a sequence that one layer reads."""
 
     layer: int
-    chosen_NP: Tensor
-    """True where a tile of queries reads a page of an earlier chunk."""
+    selected_NP: Tensor
+    """True where query tile N reads page P of an earlier chunk."""
     own_NP: Tensor
-    """True where a page is of the tile's own chunk, all of which is read."""
+    """True where page P belongs to the chunk of tile N, which the tile always reads."""
     page_size: int
     budget: int
 
     @property
     def most_read(self) -> list[tuple[int, float]]:
-        """The ten pages read most, with the share of tiles after them that do."""
-        tiles_after = self._is_past.sum(0).clamp(min=1)
-        shares = self.chosen_NP.sum(0) / tiles_after
+        """The ten most read pages, each with the fraction of later tiles that read it."""
+        num_later_tiles = self._is_past.sum(0).clamp(min=1)
+        shares = self.selected_NP.sum(0) / num_later_tiles
         order = shares.argsort(descending=True, stable=True)[:10].tolist()
         return [(page, float(shares[page])) for page in order if shares[page] > 0]
 
     @property
     def _is_past(self) -> Tensor:
-        """True where a page is of an earlier chunk."""
+        """True where a page belongs to an earlier chunk than the tile."""
         first_own = self.own_NP.int().argmax(1)
-        return torch.arange(self.chosen_NP.shape[1]) < first_own[:, None]
+        return torch.arange(self.selected_NP.shape[1]) < first_own[:, None]
 
 
 def record(engine: Engine, ids: Tensor, layer: int = 0) -> Selection:
-    """Runs the model over ids [1, T], and notes what the layer reads."""
+    """Run the model on ids [1, T] and record which pages a layer reads."""
     config, (_, length) = engine.config, ids.shape
     if config.page_budget is None:
-        raise ValueError("without a page_budget every page is read: set --page_budget to draw what is chosen")
+        raise ValueError("every page is read without a page_budget: set --page_budget to plot a selection")
     if length <= config.chunk_size:
-        raise ValueError(f"{length} tokens are one chunk of {config.chunk_size}, which has no past to choose from")
-    found: dict[int, Tensor] = {}
+        raise ValueError(
+            f"{length} tokens are one chunk of {config.chunk_size} and have no past pages: use more tokens"
+        )
+    by_chunk: dict[int, Tensor] = {}
 
-    def watch(watched: int, start: int, chosen_BNC: Tensor) -> None:
-        if watched == layer:
-            found[start] = chosen_BNC[0].cpu().long()
+    def on_selection(selecting_layer: int, start: int, pages_BNC: Tensor) -> None:
+        if selecting_layer == layer:
+            by_chunk[start] = pages_BNC[0].cpu().long()
 
-    engine.on_selection = watch
+    engine.on_selection = on_selection
     try:
         with torch.no_grad():
             engine.logprobs(ids)
     finally:
         engine.on_selection = None
-    if not found:
-        raise ValueError(f"layer {layer} chooses no pages: there is no such layer, or it has a sliding window")
+    if not by_chunk:
+        raise ValueError(f"layer {layer} selects no pages: it does not exist, or it has a sliding window")
     num_tiles, num_pages = -(-length // TILE_SIZE), -(-length // config.page_size)
-    chosen = torch.zeros(num_tiles, num_pages, dtype=torch.bool)
-    for start, chosen_NC in found.items():
+    selected = torch.zeros(num_tiles, num_pages, dtype=torch.bool)
+    for start, pages_NC in by_chunk.items():
         first = start // TILE_SIZE
-        chosen[first : first + len(chosen_NC)].scatter_(1, chosen_NC, True)
+        selected[first : first + len(pages_NC)].scatter_(1, pages_NC, True)
     chunk_of_tile = torch.arange(num_tiles) * TILE_SIZE // config.chunk_size
     chunk_of_page = torch.arange(num_pages) * config.page_size // config.chunk_size
     own = chunk_of_tile[:, None] == chunk_of_page[None, :]
-    return Selection(layer, chosen, own, config.page_size, config.page_budget)
+    return Selection(layer, selected, own, config.page_size, config.page_budget)
 
 
 def check(num_layers: int, layer: int, budget: int | None, path: Path) -> None:
-    """Bad input is told before anything long begins."""
+    """Raise for bad input before the model is loaded."""
     check_plotting(path, "--selection_map")
     if budget is None:
-        raise ValueError("--selection_map draws the pages that are chosen: set --page_budget too")
+        raise ValueError("--selection_map plots the selected pages: set --page_budget too")
     if not 0 <= layer < num_layers:
         raise ValueError(f"--selection_layer is {layer}; the model has layers 0 to {num_layers - 1}")
 
 
 def text_ids(tokenizer: Any, context: int, dataset: str = STDLIB) -> Tensor:
-    """[1, T] tokens of a text, by default the source of Python's standard library."""
+    """Return ids [1, T] of a text, by default the source of Python's standard library."""
     split = load(dataset, max_length=context, tokenizer=tokenizer, num_train=1, num_held_out=0)
     return split.train[0]["input_ids"][None]
 
 
 def draw(selection: Selection, path: Path) -> Path:
-    """Writes the picture."""
+    """Write the plot to a file and return its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shades = torch.where(selection.chosen_NP, 1.0, torch.where(selection.own_NP, 0.2, 0.0))
+    shades = torch.where(selection.selected_NP, 1.0, torch.where(selection.own_NP, 0.2, 0.0))
     num_tiles, num_pages = shades.shape
     pooled = torch.nn.functional.adaptive_max_pool2d(
-        shades[None], (min(num_tiles, MOST_CELLS), min(num_pages, MOST_CELLS))
+        shades[None], (min(num_tiles, MAX_CELLS), min(num_pages, MAX_CELLS))
     )
     figure = Figure(figsize=(9, 8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.imshow(pooled[0], cmap="magma_r", aspect="auto", extent=(0, num_pages, num_tiles, 0), interpolation="nearest")
     axes.set_xlabel(f"pages of {selection.page_size} tokens")
-    axes.set_ylabel(f"tiles of {TILE_SIZE} queries")
+    axes.set_ylabel(f"query tiles of {TILE_SIZE} tokens")
     axes.set_title(
-        f"layer {selection.layer}: dark, the {selection.budget} pages that a tile reads; light, its own chunk"
+        f"layer {selection.layer}: the {selection.budget} selected pages (dark) and the tile's own chunk (light)"
     )
     figure.savefig(path)
     return path

@@ -1,13 +1,14 @@
-"""Does chunked training give this model's true gradients, on this machine? Compare with whole-sequence autograd.
+"""Verify that chunked training gives a model the same gradients as whole-sequence autograd on this machine.
 
-The truth is the model's own forward over the whole sequence, with its own attention (sdpa or eager), and autograd.
-float64 and float32 are held to that directly. In bfloat16 and float16 two correct computations differ by rounding, so
-both are held to the float32 gradients of the same weights: the engine may not be noticeably further from them than
-standard training is.
+The reference is the model's own forward over the whole sequence, with its own attention (sdpa or eager), and autograd.
+float64 and float32 are compared with it directly. In bfloat16 and float16 two correct computations differ by rounding,
+so both are compared with the float32 gradients of the same weights: the engine's error must not be noticeably larger
+than that of standard training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +22,25 @@ from oomb.engine.engine import Engine
 from oomb.models.load import load_model
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest relative error of a parameter's gradient, and of the loss. Hugging Face computes RoPE and norms in float32
-in most models even where the weights are float64, which bounds float64 at about 1e-7."""
+"""Largest relative error of a parameter's gradient, and of the loss. Most Hugging Face models compute RoPE and norms in
+float32 even if the weights are float64, so float64 gradients agree to about 1e-7 at best."""
 
 MAX_RATIO = 1.2
-"""Half precision: the engine's error over the whole gradient, as a multiple of standard training's. Two correct
-computations of tiny models are up to 1.15 apart by chance, those of large ones much less."""
+"""In half precision, the largest error of the whole gradient, as a multiple of standard training's. For tiny models two
+correct computations differ by a factor of up to 1.15 by chance, for large ones by much less."""
 
 MAX_PARAMETER_RATIO = 1.5
-"""The same for a single parameter; a small tensor, whose ratio is more up to chance, is given more (`Row.limit`)."""
+"""The same for a single parameter. Small tensors get a larger limit, since their ratio varies more by chance; see
+`ParameterError.limit`."""
 
 FLOOR = 1e-2
-"""A parameter whose gradient is under this fraction of the typical one is measured against the fraction instead:
-some gradients are zero but for rounding (a key bias under softmax, say), and have no digits to compare."""
+"""The error of a parameter is relative to its gradient's norm, or to this fraction of a typical norm if that is larger.
+Some gradients are zero except for rounding, such as that of a key bias, and have no digits to compare."""
 
 
 @dataclass(frozen=True)
 class ParameterError:
-    """One parameter: the error of the engine's gradient and, in half precision, that of standard training's."""
+    """Error of the engine's gradient for one parameter and, in half precision, of standard training's gradient."""
 
     name: str
     num_elements: int
@@ -46,7 +48,7 @@ class ParameterError:
     error: float
     standard_error: float | None = None
     is_negligible: bool = False
-    """Under the floor: counts in the total only."""
+    """The gradient is below the floor, so this parameter is judged only as part of the total."""
 
     @property
     def ratio(self) -> float:
@@ -55,12 +57,12 @@ class ParameterError:
 
     @property
     def limit(self) -> float:
-        # The error of n roundings is known to about 1 / sqrt(2 n), and there are two of them.
+        # The rounding error of n elements is known to about 1 / sqrt(2 n), and the ratio has two of them.
         return MAX_PARAMETER_RATIO * (1 + 2 * self.num_elements**-0.5)
 
     @property
     def severity(self) -> float:
-        """What rows are sorted by: the error, or in half precision the share of its limit that the ratio takes."""
+        """The error or, in half precision, the ratio relative to its limit. Rows are sorted by it."""
         if self.standard_error is None:
             return self.error
         return 0.0 if self.is_negligible else self.ratio / self.limit
@@ -68,7 +70,7 @@ class ParameterError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome. `trusted` is the verdict; `rows` are all parameters, worst first."""
+    """Outcome of a verification: the verdict (`trusted`) and all parameters (`rows`), worst first."""
 
     rows: list[ParameterError]
     loss: float
@@ -90,21 +92,22 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        """One line that starts with "trust it" or "do not trust"."""
         if not self.trusted:
             return f"do not trust: {'; '.join(self.problems)}"
-        where = f"{len(self.rows)} parameters, {self.context} tokens in {self.num_chunks} chunks, {self.dtype}"
+        scope = f"{len(self.rows)} parameters, {self.context} tokens in {self.num_chunks} chunks, {self.dtype}"
         if self.total_standard_error is None:
-            return f"trust it: gradients equal whole-sequence training to {self.rows[0].error:.1e} or better ({where})"
+            return f"trust it: gradients match whole-sequence training to {self.rows[0].error:.1e} or better ({scope})"
         ratio = self.total_error / self.total_standard_error if self.total_standard_error else 1.0
-        return f"trust it: {ratio:.2f} x the rounding error of standard training ({where})"
+        return f"trust it: rounding error is {ratio:.2f} x that of standard training ({scope})"
 
     def table(self, num_rows: int = 8) -> Table:
+        """Return the worst `num_rows` parameters as a table for the terminal."""
         half = self.total_standard_error is not None
-        what = "nearest their limit" if half else f"with the largest error (limit {self.tolerance:.0e})"
-        table = Table(
-            title=f"{min(num_rows, len(self.rows))} of {len(self.rows)} parameters, those {what}", title_justify="left"
-        )
-        # Names are folded, never cut; short headings leave them the room.
+        order = "closest to their limit" if half else f"with the largest error (limit {self.tolerance:.0e})"
+        num_shown = min(num_rows, len(self.rows))
+        table = Table(title=f"{num_shown} of {len(self.rows)} parameters, {order}", title_justify="left")
+        # Short headings leave room for parameter names, which are folded and never truncated.
         table.add_column("parameter", overflow="fold")
         columns = ("norm", "oomb error", "standard", "ratio", "limit") if half else ("gradient norm", "oomb error")
         for column in columns:
@@ -130,9 +133,24 @@ def verify(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> Comparison:
-    """Load the model and compare. `settings` are further fields of `oomb.Config`."""
+    """Load a model and verify its gradients on random tokens.
+
+    Args:
+        name_or_path: A preset, a folder or a hub id.
+        context: Sequence length, in tokens.
+        chunk_size: Tokens per chunk; less than `context`.
+        dtype: Precision to verify: float64, float32, bfloat16 or float16.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        num_layers: Keep only the first layers of a model that is too large for this machine.
+        settings: Other fields of `oomb.Config`.
+        seed: Seed of the tokens, and of a preset's weights.
+        trust_remote_code: Run Python code that comes with the model.
+    """
     if chunk_size >= context:
-        raise ValueError(f"chunk_size {chunk_size} cuts nothing from a context of {context}; set it below the context")
+        raise ValueError(
+            f"chunk_size is {chunk_size} and the context {context}, which is a single chunk: set chunk_size below the "
+            "context"
+        )
     config = Config.from_dict({**(settings or {}), "chunk_size": chunk_size})
     torch.manual_seed(seed)
     model = load_model(
@@ -142,13 +160,16 @@ def verify(
 
 
 def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) -> Comparison:
-    """Compare on random tokens. Dropout is off. The model's weights come back as they were, its `.grad` empty."""
+    """Compare the engine's gradients with those of whole-sequence autograd, on random tokens and without dropout.
+
+    The weights are left unchanged and `.grad` is None afterwards.
+    """
     engine = Engine(model, config)
     parameter = next(model.parameters())
     if parameter.dtype not in TOLERANCE and _is_mixture_of_experts(model):
         raise ValueError(
-            f"in {str(parameter.dtype).removeprefix('torch.')} a rounding difference sends a token to another expert, "
-            "and two correct computations differ at random: compare a mixture of experts in float32"
+            f"a mixture of experts cannot be verified in {str(parameter.dtype).removeprefix('torch.')}: rounding can "
+            "route a token to another expert, so two correct computations differ at random. Use float32"
         )
     was_training = model.training
     model.eval()
@@ -162,9 +183,9 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
             rows = _rows(whole, gradients)
             total, total_standard = _total_error(whole, gradients), None
         else:
-            truth = _float32_gradients(model, ids)
-            rows = _rows(truth, gradients, whole)
-            total, total_standard = _total_error(truth, gradients), _total_error(truth, whole)
+            reference = _float32_gradients(model, ids)
+            rows = _rows(reference, gradients, whole)
+            total, total_standard = _total_error(reference, gradients), _total_error(reference, whole)
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)
@@ -215,16 +236,16 @@ def _problems(
 
 
 def _whole_sequence_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    # Not the model's own loss: Hugging Face computes it in float32 even for a float64 model.
+    # Hugging Face computes its own loss in float32 even for a float64 model.
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     precision = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.flatten(0, 1).to(precision), ids[:, 1:].flatten())
 
 
-def _gradients(model: nn.Module, loss_of: Any) -> tuple[float, dict[str, Tensor]]:
-    """The loss and a copy of every trainable parameter's gradient, kept in host memory."""
+def _gradients(model: nn.Module, compute_loss: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and a copy of every trainable parameter's gradient in host memory."""
     model.zero_grad(set_to_none=True)
-    loss = loss_of()
+    loss = compute_loss()
     loss.backward()
     found = {
         name: torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.detach().to("cpu", copy=True)
@@ -236,7 +257,7 @@ def _gradients(model: nn.Module, loss_of: Any) -> tuple[float, dict[str, Tensor]
 
 
 def _float32_gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    # Parameters only: model.to() would also round the float32 tables of RoPE on the way back.
+    # Convert parameters only: model.to() would round the float32 RoPE tables on the way back.
     dtypes = [(p, p.dtype) for p in model.parameters()]
     for p, _ in dtypes:
         p.data = p.data.float()
@@ -266,13 +287,13 @@ def _finite(x: float) -> bool:
 
 
 def _rows(
-    truth: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[str, Tensor] | None = None
+    reference: dict[str, Tensor], engine: dict[str, Tensor], standard: dict[str, Tensor] | None = None
 ) -> list[ParameterError]:
-    norms = {name: _norm(x) for name, x in truth.items()}
-    num_elements = sum(x.numel() for x in truth.values())
+    norms = {name: _norm(x) for name, x in reference.items()}
+    num_elements = sum(x.numel() for x in reference.values())
     typical = (sum(norm**2 for norm in norms.values()) / num_elements) ** 0.5
     rows = []
-    for name, x in truth.items():
+    for name, x in reference.items():
         floor = FLOOR * typical * x.numel() ** 0.5
         scale = max(norms[name], floor, 1e-30)
         rows.append(
@@ -288,6 +309,6 @@ def _rows(
     return rows
 
 
-def _total_error(truth: dict[str, Tensor], candidate: dict[str, Tensor]) -> float:
-    wrong = sum(_distance(candidate[name], x) ** 2 for name, x in truth.items())
-    return (wrong / max(sum(_norm(x) ** 2 for x in truth.values()), 1e-60)) ** 0.5
+def _total_error(reference: dict[str, Tensor], candidate: dict[str, Tensor]) -> float:
+    error = sum(_distance(candidate[name], x) ** 2 for name, x in reference.items())
+    return (error / max(sum(_norm(x) ** 2 for x in reference.values()), 1e-60)) ** 0.5

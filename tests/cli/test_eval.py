@@ -14,7 +14,7 @@ from command import invoke
 from tokenizer import save_chats, small_tokenizer
 
 from oomb.cli import main
-from oomb.eval.run import EvalSettings, tokenizer_name_of
+from oomb.eval.run import EvalSettings, resolve_tokenizer_name
 from oomb.models import adapters, presets
 
 SMALL = ["--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
@@ -76,22 +76,22 @@ def test_needles_are_hidden_in_many_short_documents(here: Path) -> None:
     found = json.loads(Path("eval.json").read_text())
     assert found["needle"]["lengths"][0]["length"] == 2048
     assert found["settings"]["packing"] == "documents"
-    assert "lines.jsonl: 1 of its documents, or pieces of them, at most 256 tokens each" in result.output
+    assert "lines.jsonl: 1 document of up to 256 tokens" in result.output
     refused = invoke("eval", "demo", *given, *probe, "--needle_lengths", "64K")
     assert refused.exit_code == 2
-    assert "a haystack of 65,536 tokens needs as much text" in refused.output
+    assert "too few for a haystack of 65,536" in refused.output
 
 
 def test_windows_that_training_has_seen_are_told(here: Path) -> None:
     Path("text.txt").write_text("x" * 1279)
     few = invoke("eval", "demo", "--dataset", "text.txt", *SMALL, "--max_eval_samples", "3")
     assert few.exit_code == 0, few.output
-    assert "text.txt: 3 of its windows, 256 tokens each" in few.output
-    assert "oomb train holds out 1 of them, a fifth of the data at most" in few.output
+    assert "text.txt: 3 examples of 256 tokens" in few.output
+    assert "oomb train holds out only 1 of them" in few.output
     more = invoke("eval", "demo", "--dataset", "text.txt", *SMALL, "--max_eval_samples", "9")
-    assert "--max_eval_samples 9 is more than the 5 there are" in more.output
+    assert "--max_eval_samples is 9, but the dataset has only 5" in more.output
     one = invoke("eval", "demo", "--dataset", "text.txt", *SMALL)
-    assert "holds out" not in one.output and "is more than" not in one.output
+    assert "holds out" not in one.output and "has only" not in one.output
 
 
 def options_of(command: str) -> dict[str, tuple[Any, ...]]:
@@ -148,11 +148,11 @@ def test_adapters_are_evaluated_on_top_of_their_base(adapted: Path, here: Path, 
 def test_adapters_bring_their_own_tokenizer(adapted: Path, here: Path) -> None:
     folder = shutil.copytree(adapted / "out" / "model", here / "model")
     settings = EvalSettings(model_name_or_path=str(folder))
-    assert tokenizer_name_of(settings, "base") is None
+    assert resolve_tokenizer_name(settings, "base") is None
     small_tokenizer().save_pretrained(folder)
-    assert tokenizer_name_of(settings, "base") == str(folder)
-    assert tokenizer_name_of(settings, None) is None
-    assert tokenizer_name_of(EvalSettings(model_name_or_path=str(folder), tokenizer_name="mine"), "base") == "mine"
+    assert resolve_tokenizer_name(settings, "base") == str(folder)
+    assert resolve_tokenizer_name(settings, None) is None
+    assert resolve_tokenizer_name(EvalSettings(model_name_or_path=str(folder), tokenizer_name="mine"), "base") == "mine"
 
 
 def test_adapters_that_cannot_be_loaded(adapted: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,9 @@ def test_labels_that_do_not_count_are_left_out(engine: Engine) -> None:
     assert [(bucket.start, bucket.count) for bucket in found.buckets] == [(128, 128), (256, 44)]
     whole = perplexity_by_position(engine, [ids], first_bucket=64)
     assert found.buckets == whole.buckets[2:]
-    with pytest.raises(ValueError, match="no token of the examples counts"):
+    with pytest.raises(ValueError, match="no token counts"):
         perplexity_by_position(engine, [{"input_ids": ids, "labels": torch.full_like(ids, -100)}])
-    with pytest.raises(ValueError, match="no example"):
+    with pytest.raises(ValueError, match="no examples"):
         perplexity_by_position(engine, [])
 
 
@@ -284,14 +284,14 @@ def test_needles_with_a_tokenizer(text: Tensor) -> None:
 
 
 def test_what_cannot_be_asked_is_refused(text: Tensor) -> None:
-    with pytest.raises(ValueError, match="needs as much text and there are 8,800 tokens"):
+    with pytest.raises(ValueError, match="8,800 tokens, too few"):
         build_haystacks(text, None, NeedleSettings(lengths=(9000,)))
-    with pytest.raises(ValueError, match=r"too short: 12 needles and 3 questions .* Use 1,\d\d\d tokens or more"):
+    with pytest.raises(ValueError, match=r"too short: .* Use 1,\d\d\d tokens"):
         build_haystacks(text, None, NeedleSettings(lengths=(500,), num_depths=3))
     for wrong in ({"num_depths": 0}, {"num_candidates": 1}, {"num_candidates": 10}, {"num_haystacks": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}"):
             NeedleSettings(lengths=(4096,), **wrong)
-    with pytest.raises(ValueError, match="length of a haystack"):
+    with pytest.raises(ValueError, match="lengths is empty"):
         NeedleSettings(lengths=())
 
     class Same:
@@ -304,7 +304,7 @@ def test_what_cannot_be_asked_is_refused(text: Tensor) -> None:
             return ""
 
     blunt: Any = Same()
-    with pytest.raises(ValueError, match="does not tell 4 numbers apart"):
+    with pytest.raises(ValueError, match="cannot distinguish 4"):
         build_haystacks(text, blunt, PROBE)
 
 

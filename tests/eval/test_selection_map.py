@@ -23,12 +23,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_recorded_is_what_was_read() -> None:
     engine = engine_for(build("llama"), 16, page_size=8, page_budget=2)
     found = selection_map.record(engine, random_ids(1, 70), layer=1)
-    assert found.chosen_NP.shape == (9, 9)
+    assert found.selected_NP.shape == (9, 9)
     # Tiles 2 and 3 are of the second chunk, which has two pages before it; from the third on two of more are chosen.
-    assert found.chosen_NP.sum(1).tolist() == [0, 0, 2, 2, 2, 2, 2, 2, 2]
+    assert found.selected_NP.sum(1).tolist() == [0, 0, 2, 2, 2, 2, 2, 2, 2]
     assert found.own_NP[2].nonzero().flatten().tolist() == [2, 3]
-    assert not (found.chosen_NP & found.own_NP).any()
-    assert found.chosen_NP[2:, 0].all(), "the first page"
+    assert not (found.selected_NP & found.own_NP).any()
+    assert found.selected_NP[2:, 0].all(), "the first page"
     assert found.most_read[0] == (0, 1.0)
     assert engine.on_selection is None
 
@@ -47,7 +47,7 @@ def test_the_command_draws_it(tmp_path: Path) -> None:
     result = invoke("bench", "--model", "demo", *few, "--selection_map", str(path), "--selection_layer", "1")
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
-    assert "layer 1 reads most: page 0" in said and f"written to {path}" in said
+    assert "layer 1: most read pages: 0" in said and f"written to {path}" in said
     # Squares that are read, of the own chunk, and not read, and the paper around them; letters are far fewer dots.
     colors = (image.imread(path)[..., :3] * 255).astype(int).reshape(-1, 3)
     found, counts = torch.tensor(colors).unique(dim=0, return_counts=True)
@@ -59,9 +59,9 @@ def test_what_cannot_be_drawn_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set --page_budget"):
         selection_map.record(engine_for(model, 16), random_ids(1, 70))
     engine = engine_for(model, 16, page_size=8, page_budget=2)
-    with pytest.raises(ValueError, match="one chunk of 16, which has no past"):
+    with pytest.raises(ValueError, match="one chunk of 16"):
         selection_map.record(engine, random_ids(1, 16))
-    with pytest.raises(ValueError, match="layer 9 chooses no pages"):
+    with pytest.raises(ValueError, match="layer 9 selects no pages"):
         selection_map.record(engine, random_ids(1, 70), layer=9)
     windowed = engine_for(build("mistral_sliding"), 16, page_size=8, page_budget=2)
     with pytest.raises(ValueError, match="sliding window"):

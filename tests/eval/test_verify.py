@@ -18,7 +18,7 @@ from oomb.models import load, presets
 def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
     result = invoke("verify", saved_model, "--context", "160", "--chunk_size", "48", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1].startswith("trust it: gradients equal whole-sequence training to ")
+    assert result.output.splitlines()[-1].startswith("trust it: gradients match ")
     assert "21 parameters, 160 tokens in 4 chunks, float32" in result.output
     assert "model.layers." in result.output
 
@@ -53,7 +53,7 @@ def test_verify_cuts_no_name_in_a_narrow_terminal(saved_model: Path) -> None:
     result = invoke("verify", saved_model, *options, columns=80)
     assert result.exit_code == 0, result.output
     assert "…" not in result.output
-    assert "nearest their limit" in result.output
+    assert "closest to their limit" in result.output
 
 
 def test_verify_ends_with_1_only_where_gradients_are_wrong(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_verify_in_half_precision_compares_both_to_float32(saved_model: Path) ->
     options = ["--context", "256", "--chunk_size", "64", "--dtype", "bfloat16", "--device", "cpu"]
     result = invoke("verify", saved_model, *options)
     assert result.exit_code == 0, result.output
-    assert "x the rounding error of standard training" in result.output
+    assert "rounding error is" in result.output
     assert "ratio" in result.output
 
 
@@ -114,7 +114,7 @@ def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
     config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     model = AutoModelForCausalLM.from_config(config)
     assert verify.compare(model, Config(chunk_size=24), context=64).trusted
-    with pytest.raises(ValueError, match="compare a mixture of experts in float32"):
+    with pytest.raises(ValueError, match="float32"):
         verify.compare(model.bfloat16(), Config(chunk_size=24), context=64)
 
 
@@ -132,7 +132,7 @@ def test_verify_leaves_the_model_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--chunk_size", "64", "--context", "64"], "cuts nothing"),
+        (["demo", "--chunk_size", "64", "--context", "64"], "set chunk_size below"),
         (["demo", "--layers", "9"], "this model has 2 layers"),
         (["demmo"], "did you mean 'demo'?"),
     ],

@@ -1,1 +1,1 @@
-"""`oomb eval`."""
+"""`oomb eval`: the command and its terminal output."""

@@ -1,4 +1,4 @@
-"""`oomb eval`."""
+"""Define the command line of `oomb eval`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def eval_(
     model: Annotated[
         str,
         typer.Argument(
-            help="A folder that save_pretrained wrote, or LoRA adapters (with peft, on top of the model that they "
-            f"name), a hub id, or a preset: {PRESET_NAMES}."
+            help="A folder written by save_pretrained, a folder of LoRA adapters (needs peft), a hub id, or a preset: "
+            f"{PRESET_NAMES}."
         ),
     ],
     *,
@@ -33,7 +33,7 @@ def eval_(
         str,
         typer.Option(
             "--max_length",
-            help="Tokens per window, of documents at most. 16384 and 16K are the same.",
+            help="Tokens per example; the limit for documents. 16384 and 16K are the same.",
             rich_help_panel=DATA,
         ),
     ] = "16384",
@@ -41,8 +41,8 @@ def eval_(
         int,
         typer.Option(
             "--max_eval_samples",
-            help="Windows, the first of the text: those that oomb train holds out, if --packing, --dataset_join, "
-            "--max_length and --seed are its own.",
+            help="Number of examples, from the start of the dataset. They are those oomb train holds out if --packing, "
+            "--dataset_join, --max_length and --seed are the same.",
             rich_help_panel=DATA,
         ),
     ] = 1,
@@ -50,42 +50,44 @@ def eval_(
         str | None,
         typer.Option(
             "--needle_lengths",
-            help="Hide needles in texts of so many tokens, as in 4K,16K, and ask for them. Default: no needles.",
+            help="Haystack lengths in tokens, for example 4K,16K. Default: no needles.",
             rich_help_panel=NEEDLES,
         ),
     ] = None,
     needle_depths: Annotated[
-        int, typer.Option("--needle_depths", help="Parts of a text that are asked about.", rich_help_panel=NEEDLES)
+        int, typer.Option("--needle_depths", help="Parts of a text, with one question each.", rich_help_panel=NEEDLES)
     ] = 5,
     needle_candidates: Annotated[
         int,
         typer.Option(
             "--needle_candidates",
-            help="Needles in each part, 2 to 9: what the model chooses from.",
+            help="Needles in each part, 2 to 9, that the model chooses from.",
             rich_help_panel=NEEDLES,
         ),
     ] = 4,
     needle_haystacks: Annotated[
         int,
-        typer.Option("--needle_haystacks", help="Texts of each length, two passes for each.", rich_help_panel=NEEDLES),
+        typer.Option("--needle_haystacks", help="Texts of each length; two passes each.", rich_help_panel=NEEDLES),
     ] = 4,
     sample_tokens: Annotated[
         int,
         typer.Option(
             "--sample_tokens",
-            help="Write so many tokens on from the beginning of the text. 0: none.",
+            help="Generate this many tokens after the beginning of the text. 0: none.",
             rich_help_panel=OUTPUT,
         ),
     ] = 0,
     output: Annotated[
         str | None,
-        typer.Option("--output", help="Write all figures to this JSON file, for oomb report.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--output", help="Write all results to this JSON file, which oomb report reads.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     seed: Annotated[
         int,
         typer.Option(
             "--seed",
-            help="Seed of the order of records, as in oomb train, of needles, sample, and a preset's weights.",
+            help="Seed of the record order (as in oomb train), the needles, the sample and a preset's weights.",
             rich_help_panel=DATA,
         ),
     ] = 42,
@@ -98,11 +100,11 @@ def eval_(
 
     [bold]oomb eval runs/demo/model --max_length 64K --needle_lengths 4K,16K,64K --output eval.json[/]
 
-    Perplexity that falls with the position shows that the context is used. A needle is a sentence hidden in the text,
-    "The code of amber falcon is 48213."; the model is asked for the code at the end, and chooses between codes that are
-    hidden nearby. Only forward passes are made: what fits is several times what can be trained.
+    Perplexity that falls with the position shows that the model uses its context. A needle is a sentence hidden in the
+    text, such as "The code of amber falcon is 48213."; at the end the model chooses between this code and others hidden
+    nearby. Only forward passes run, so contexts can be several times as long as in training.
 
-    No settings of a run are looked for. To read data as a run of oomb train did, pass what its config.yaml says.
+    The settings of a training run are not read. To evaluate on the data a run held out, pass the same flags.
     """
     with one_clear_message():
         settings = engine_settings(engine)

@@ -1,4 +1,4 @@
-"""Tables of an evaluation for the terminal."""
+"""Format the results of an evaluation as terminal tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 
 
 def position_table(found: dict[str, Any], title: str) -> Table:
+    """Return loss and perplexity by position."""
     table = Table(title=escape(title), title_justify="left")
     for column in ("positions", "tokens", "loss, nats", "standard error", "perplexity"):
         table.add_column(column, justify="right")
@@ -27,11 +28,11 @@ def position_table(found: dict[str, Any], title: str) -> Table:
 
 
 def needle_table(found: dict[str, Any]) -> Table:
-    """Accuracy by length and depth, "at 10%" being near the beginning of the text. It fits a terminal of 80 columns."""
+    """Return accuracy by length and depth ("at 10%" is near the beginning of the text), in at most 80 columns."""
     low, high = found["interval"]
     table = Table(
         title=f"needles found: {found['accuracy']:.0%} (95% interval {low:.0%} to {high:.0%})\n"
-        f"chance {found['chance']:.0%}, without needles in the text {found['control_accuracy']:.0%}",
+        f"chance {found['chance']:.0%}, control without needles {found['control_accuracy']:.0%}",
         title_justify="left",
     )
     depths = sorted({cell["depth"] for cell in found["cells"]})
