@@ -29,6 +29,8 @@ from oomb.models.adapters import autocast_for, with_lora
 from oomb.models.causal_lm import CausalLM
 from oomb.models.hooks import set_checkpointing
 from oomb.models.load import load_model
+from oomb.models.probe import model_shape
+from oomb.models.shape import ModelShape
 from oomb.planner.flops import step_flops
 from oomb.planner.hardware import peak_flops
 from oomb.utils import metrics, units
@@ -167,7 +169,7 @@ def run(
     network = _load(model, dtype, device, lora, trust_remote_code)
     engine = Engine(network, config)
     engine.progress = on_chunk
-    vocab, place = engine.model.vocab_size, engine.model.device
+    vocab, place, shape = engine.model.vocab_size, engine.model.device, model_shape(network)
     steps: dict[str, EngineStep | StandardStep] = {"standard": StandardStep(network), "oomb": EngineStep(engine)}
     rows: list[BenchResult] = []
     for context in sorted(contexts):
@@ -177,7 +179,7 @@ def run(
             with autocast_for(network):
                 row = _measure(mode, steps[mode], ids, network, repeats, place)
             keys = config.keys_read(context) if mode == "oomb" else context
-            row.mfu = _mfu(row, engine.model, place, keys)
+            row.mfu = _mfu(row, shape, place, keys)
             if row.problem is None:
                 other = next((r for r in rows if r.context == context and r.problem is None), None)
                 compare_gradients(row, other, network, sample, config.keys_read(context) >= context)
@@ -328,7 +330,7 @@ def free_memory(network: nn.Module) -> None:
         torch.cuda.empty_cache()
 
 
-def _mfu(row: BenchResult, model: CausalLM, place: torch.device, keys: int) -> float | None:
+def _mfu(row: BenchResult, shape: ModelShape, place: torch.device, keys: int) -> float | None:
     """Return model FLOP/s as a fraction of the GPU's peak, or None for an unknown GPU.
 
     Recomputation does not count, and attention counts only the `keys` it reads.
@@ -336,4 +338,4 @@ def _mfu(row: BenchResult, model: CausalLM, place: torch.device, keys: int) -> f
     if row.seconds is None or place.type != "cuda":
         return None
     peak = peak_flops(torch.cuda.get_device_name(place))
-    return None if peak is None else step_flops(model, row.context, keys) / row.seconds / peak
+    return None if peak is None else step_flops(shape, row.context, keys) / row.seconds / peak

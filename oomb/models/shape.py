@@ -55,6 +55,11 @@ class ModelShape:
     num_positions: int | None = None
     """Number of learned positions; None if the model computes positions."""
 
+    @property
+    def head_params(self) -> int:
+        """Elements of the LM head's matrix."""
+        return self.vocab_size * self.hidden_size
+
     def missing_grad_bytes(self, float32_sums: bool) -> int:
         """Return the bytes a gradient pass allocates for parameter gradients if none exist yet."""
         return self.float32_sum_bytes + self.wide_grad_bytes if float32_sums else self.grad_bytes

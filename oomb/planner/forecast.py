@@ -17,7 +17,7 @@ from oomb.memory.pool import GPU, HOST
 from oomb.models.shape import ModelShape
 from oomb.ops.moments import field_sizes
 from oomb.planner.fit import longest_context
-from oomb.planner.hardware import WORKSPACE_BYTES, Machine, usable_bytes
+from oomb.planner.hardware import WORKSPACE_BYTES, Machine
 from oomb.planner.placement import place
 from oomb.planner.request import MemoryTerm, Placement, PlacementRequest, host_budget
 from oomb.planner.step_time import predict_seconds
@@ -77,7 +77,7 @@ class StepForecast:
     @property
     def gpu_limit(self) -> int:
         """What PyTorch can hand out on this machine."""
-        return usable_bytes(self.machine)
+        return self.machine.usable_gpu_bytes
 
     @property
     def host_limit(self) -> int:
@@ -161,7 +161,7 @@ def request_for(
         needs_grad=needs_grad,
         float32_sums=float32_sums,
         fused=config.fuse != "off",
-        free_gpu_bytes=usable_bytes(machine) - shape.weight_bytes - WORKSPACE_BYTES,
+        free_gpu_bytes=machine.usable_gpu_bytes - shape.weight_bytes - WORKSPACE_BYTES,
         # Less than nothing, where the states alone do not fit: then nothing does.
         free_host_bytes=machine.host_bytes - on_host,
         missing_grad_bytes=shape.missing_grad_bytes(float32_sums),

@@ -15,6 +15,7 @@ from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import staging_bytes
 from oomb.memory.selected import NUM_BUFFERS, SelectionSpec, buffer_bytes, max_selected, table_bytes
 from oomb.planner.activations import chunk_memory
+from oomb.planner.flops import matrix_flops
 from oomb.planner.request import SAFETY_SHARE, MemoryTerm, Placement, PlacementRequest, host_budget
 from oomb.utils.units import gib, parse_bytes
 
@@ -56,7 +57,7 @@ def _recompute_break_even(request: PlacementRequest) -> float:
     drawn = request.batch_size * -(-config.chunk_size // TILE_SIZE) * config.page_budget
     kv_row = sum(request.rows[index][0] for index in request.sparse_layers)
     waited = min(drawn * config.page_size, request.capacity) * kv_row
-    products = 2 * request.chunk_tokens * (facts.active_params - facts.vocab_size * facts.hidden_size)
+    products = matrix_flops(facts.active_params - facts.head_params, request.chunk_tokens)
     return products / OPERATIONS_PER_BYTE / waited
 
 

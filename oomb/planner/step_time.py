@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import exp
 
 from oomb.config import TILE_SIZE, means_per_page
+from oomb.planner.flops import attention_flops, causal_pairs, matrix_flops
 from oomb.planner.hardware import Machine
 from oomb.planner.request import Placement, PlacementRequest
 
@@ -59,11 +60,11 @@ def _work(request: PlacementRequest, placement: Placement) -> tuple[float, float
     # What the gradient pass computes forward again: all but a last chunk whose graph was kept.
     again = placement.capacity if placement.keep_last_chunk else length
     share_again = again / length
-    head = facts.vocab_size * facts.hidden_size
+    head = facts.head_params
     layers: float = facts.active_params - head
     if facts.has_adapters:
         layers *= WIDE_ADAPTER_PRODUCTS if facts.has_float32_adapters else ADAPTER_PRODUCTS
-    fill = 2 * tokens * (layers + head) / MATRIX_TFLOPS + _forward(request, length) + _scoring_seconds(request)
+    fill = matrix_flops(layers + head, tokens) / MATRIX_TFLOPS + _forward(request, length) + _scoring_seconds(request)
     widening = _dequantize_seconds(request, placement)
     if not request.needs_grad:
         return fill / 1e12 + widening[0], 0.0
@@ -72,7 +73,7 @@ def _work(request: PlacementRequest, placement: Placement) -> tuple[float, float
     # The last tokens' is kept, and the very last chunk's if its graph is.
     saved_from = placement.capacity - placement.out_tokens
     attention_again = _forward(request, again) - _forward(request, placement.capacity) + _forward(request, saved_from)
-    backward = 2 * tokens * products / MATRIX_TFLOPS + attention_again + _backward(request, length)
+    backward = matrix_flops(products, tokens) / MATRIX_TFLOPS + attention_again + _backward(request, length)
     return fill / 1e12 + widening[0], backward / 1e12 + widening[1]
 
 
@@ -104,16 +105,15 @@ def _backward(request: PlacementRequest, length: int) -> float:
 def _attention(request: PlacementRequest, length: int, dense_rate: float, chosen_rate: float) -> float:
     config, total = request.config, 0.0
     for index, layer in enumerate(request.shape.layers):
-        work = 2 * request.batch_size * layer.num_query_heads * (layer.head_size + layer.value_size)
         if index in request.sparse_layers:
             assert config.page_budget is not None
             own = length * min(length, config.chunk_size) / 2
             # As a window of so many tokens, over the chunks before.
-            chosen = _pairs(max(0, length - config.chunk_size), config.page_budget * config.page_size)
-            total += work * (own / dense_rate + chosen / chosen_rate)
+            chosen = causal_pairs(max(0, length - config.chunk_size), config.page_budget * config.page_size)
+            total += attention_flops(layer, own) / dense_rate + attention_flops(layer, chosen) / chosen_rate
         else:
-            total += work * _pairs(length, layer.window) / dense_rate
-    return total
+            total += attention_flops(layer, causal_pairs(length, layer.window)) / dense_rate
+    return request.batch_size * total
 
 
 def _scoring_seconds(request: PlacementRequest) -> float:
@@ -125,13 +125,6 @@ def _scoring_seconds(request: PlacementRequest) -> float:
         layer = request.shape.layers[index]
         total += 4 * asked * means * layer.num_query_heads * layer.head_size
     return total / RANKING_TFLOPS
-
-
-def _pairs(length: int, window: int | None) -> float:
-    """Pairs of a query and a key that it sees."""
-    if window is None or window >= length:
-        return length * length / 2
-    return window * length - window * window / 2
 
 
 def _traffic(request: PlacementRequest, placement: Placement) -> tuple[tuple[float, float], tuple[float, float], float]:

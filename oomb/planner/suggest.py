@@ -32,7 +32,7 @@ from oomb.planner.fit import (
     with_maximum,
 )
 from oomb.planner.forecast import StepForecast, forecast_step, request_for, state_bytes
-from oomb.planner.hardware import CARDS, MEASURED_ON, Machine
+from oomb.planner.hardware import GPUS, MEASURED_GPU, Machine
 from oomb.planner.placement import place
 from oomb.planner.request import SAFETY_SHARE, PlacementRequest
 from oomb.planner.step_time import predict_seconds
@@ -105,7 +105,7 @@ class Suggestion:
         words = ["oomb", "plan", "--model", self.model, "--context", tokens_text(plan.length)]
         if self.asked.batch_size > 1:
             words += ["--batch_size", str(plan.batch_size)]
-        if machine.gpu_name in CARDS and machine.gpu_bytes == int(CARDS[machine.gpu_name] * GIB):
+        if machine.gpu_name in GPUS and machine.gpu_bytes == GPUS[machine.gpu_name].memory_bytes:
             words += ["--gpu", machine.gpu_name]
         elif machine.gpu_name is None:
             words += ["--gpu", exact_size(machine.gpu_bytes)]
@@ -297,7 +297,7 @@ class SettingsSearch:
     def _seconds(self, config: Config) -> float:
         """Of a step as asked for; that it need not fit makes little difference, since most of the time is arithmetic.
         A GPU whose rates are not known is taken to be as fast as the one that was measured: few are faster."""
-        machine = self.machine if self.machine.scale is not None else replace(self.machine, gpu_name=MEASURED_ON)
+        machine = self.machine if self.machine.scale is not None else replace(self.machine, gpu_name=MEASURED_GPU)
         request = self.request(config, {}, self.asked.length)
         return predict_seconds(request, place(request)[0], machine) or 0.0
 

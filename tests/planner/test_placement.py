@@ -41,7 +41,7 @@ def bytes_of(placement: Placement | StepForecast, tier: str) -> int:
 
 def test_constants_are_those_of_the_code_they_describe() -> None:
     assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (logprob.PLAIN_TILE, logprob.FUSED_TILE)
-    rates = step_time.MATRIX_TFLOPS * 1e12 / hardware.LINK_BYTES_PER_SECOND
+    rates = step_time.MATRIX_TFLOPS * 1e12 / hardware.PCIE_5_BYTES_PER_SECOND
     assert pytest.approx(rates, rel=0.01) == OPERATIONS_PER_BYTE
 
 
@@ -355,8 +355,6 @@ def test_forecast_counts_what_a_training_run_holds() -> None:
         forecast_step(full, Config(), H200, length=2**15, optimizer="lion")
     with pytest.raises(ValueError, match="2 tokens or more"):
         forecast_step(full, Config(), H200, length=1)
-    with pytest.raises(ValueError, match="no GPU called 'H2000' is known"):
-        machine_named("H2000", 0)
 
 
 @pytest.mark.parametrize("name", SOME_FAMILIES)
@@ -405,16 +403,13 @@ def build_on_meta(name: str) -> Any:
 
 
 def test_facts_of_matrices() -> None:
-    from oomb.models.causal_lm import CausalLM
-
     for name in ("llama", "llama_tied", "mixtral"):
         model = build(name, dtype=torch.float32)
-        facts = model_shape(model)
-        from oomb.planner.flops import step_flops
-
-        config = model.config
-        attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-        assert 6 * facts.active_params == step_flops(CausalLM(model), 1) - attention
+        matrices = [p for p in model.parameters() if p.ndim > 1 and p is not model.get_input_embeddings().weight]
+        # A tied embedding is the head; a token is sent to two experts of four.
+        head = model.get_output_embeddings().weight
+        expected = sum(p.numel() // (2 if p.ndim == 3 else 1) for p in {*matrices, head})
+        assert model_shape(model).active_params == model_shape(model).trained_params == expected
     layer = build("llama", dtype=torch.float32).model.layers[0]
     assert model_shape(build("llama")).layer_io_width == sum(sum(p.shape) for p in layer.parameters() if p.ndim == 2)
     # Queries and output, keys and values, two experts of four, the router.

@@ -32,6 +32,7 @@ from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Examples, Split
 from oomb.memory.host import free_host_bytes
 from oomb.models import load
+from oomb.models.probe import model_shape
 from oomb.planner.flops import step_flops
 from oomb.planner.hardware import peak_flops
 from oomb.planner.request import Placement, host_budget
@@ -249,7 +250,11 @@ def _facts(
     on_gpu = gpu_bytes is not None
     length, engine = settings.max_length, trainer.engine
     # What 4-bit layers hold is not what they multiply with.
-    flops = None if settings.load_in_4bit else step_flops(engine.model, length, engine.config.keys_read(length))
+    flops = (
+        None
+        if settings.load_in_4bit
+        else step_flops(model_shape(engine.model.lm), length, engine.config.keys_read(length))
+    )
     held_out = len(split.held_out) if split.held_out is not None else 0
     return RunInfo(
         title=f"{settings.model_name_or_path} on {settings.dataset}, {settings.tokens_per_step:,} tokens a step",
