@@ -1,4 +1,4 @@
-"""What the documents show: fenced blocks and shell commands."""
+"""Read the fenced blocks and shell commands of the documents."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
-    """(language, text) of every fenced block."""
+    """Return (language, text) of every fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -21,6 +19,6 @@ def fences(path: Path, *languages: str) -> list[str]:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block of shell."""
+    """Return the commands of a shell block, without comments."""
     lines = (line.split("  #")[0].strip() for line in block.splitlines())
     return [line for line in lines if line and not line.startswith("#")]

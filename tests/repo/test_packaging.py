@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,21 @@ def test_import_oomb_and_help_stay_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
+
+
+def test_an_installed_package_has_its_types(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "oomb", ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True, timeout=HANG_S)
+    [wheel] = tmp_path.glob("*.whl")
+    files = zipfile.ZipFile(wheel).namelist()
+    assert "oomb/py.typed" in files
+    assert {name for name in files if name.endswith(".py")} == {
+        path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")
+    }
 
 
 def test_the_public_names() -> None:
