@@ -1,137 +1,220 @@
-"""Settings of the engine: one keyword-only dataclass, "auto" wherever a machine decides better than a person."""
+"""Declare the engine's settings, each described once: flags, YAML files and documentation are generated from here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
+from oomb.utils.dtypes import DTYPES
 from oomb.utils.units import parse_memory
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+ENGINE = "Engine"
+"""The group of these settings in `--help`, config.yaml and the documentation."""
 
 TILE_SIZE = 128
-"""Queries that choose pages together: what a program of the sparse kernels does at once."""
+"""Queries that share a page selection: one program of the sparse kernels processes them together."""
 MEANS_OF_RULE = {"mass": 2, "paper": 1}
-"""Means of keys that stand for a page when pages are chosen, by rule."""
-
-CHOICES: dict[str, tuple[object, ...]] = {
-    "page_rule": tuple(MEANS_OF_RULE),
-    "kernels": ("auto", "cudnn", "flash", "torch"),
-    "fuse": ("auto", "compile", "off"),
-    "checkpoint_layers": ("auto", True, False),
-    "keep_last_chunk": ("auto", True, False),
-    "keep_attention": ("auto", True, False),
-    "kv_dtype": ("auto", *DTYPES, "int8"),
-    "grad_dtype": ("auto", *DTYPES, "int8"),
-    "param_grad_dtype": ("auto", "param", "float32"),
-}
+"""Key means that stand for a page when pages are scored, by page rule."""
 
 OFFLOADED_STATES = {
     "offloaded_adamw": "float32",
     "offloaded_adamw_bf16": "bfloat16",
     "offloaded_adamw_8bit": "8bit",
 }
-"""Names of `oomb.OffloadedAdamW`, by its `state_dtype`: how its states rest in host memory."""
+"""Names of `oomb.OffloadedAdamW` by its `state_dtype`, the precision of its states in host memory."""
 OFFLOADED_OPTIONS: dict[str, dict[str, Any]] = {
     "state_dtype": {name: name for name in OFFLOADED_STATES.values()},
     "master_weights": {"true": True, "false": False},
 }
-"""What `optim_args` may say of it."""
+"""What `optim_args` accepts for it."""
+
+
+class SettingError(ValueError):
+    """A wrong value of a setting. It knows which one, so that the flag or the line of a file can be named.
+
+    Args:
+        key: Name of the setting.
+        problem: What is wrong and what to write instead, as the rest of a sentence that starts with the key.
+    """
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key} {problem}")
+        self.key, self.problem = key, problem
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    panel: str = ENGINE,
+    choices: tuple[object, ...] | None = None,
+    unit: Literal["tokens", "bytes"] | None = None,
+    minimum: float | None = None,
+    below: float | None = None,
+    kind: str | None = None,
+    has_flag: bool = True,
+) -> Any:
+    """Return a dataclass field that describes one setting.
+
+    Args:
+        default: Default value. None: it depends on the model and the data, or the setting is off.
+        help: What the setting does, for `--help` and the documentation.
+        panel: Group of settings it is listed in.
+        choices: All accepted values.
+        unit: "tokens" can be written 32K on the command line and in YAML, "bytes" 24GiB.
+        minimum: Smallest accepted number.
+        below: Upper bound, not accepted itself.
+        kind: How YAML values are read: "words" takes a list, "checkpoint" takes true, "strategy" takes no for false.
+        has_flag: Whether commands have a flag for it.
+    """
+    metadata = {"help": help, "panel": panel, "choices": choices, "unit": unit, "minimum": minimum, "below": below}
+    return field(default=default, metadata={**metadata, "kind": kind, "has_flag": has_flag})
 
 
 @dataclass(kw_only=True, frozen=True)
 class Config:
-    """How `oomb.Engine` cuts, stores and computes. Every field has a sane default."""
+    """Settings of `oomb.Engine`: how it splits a sequence, stores keys and values, and computes.
 
-    chunk_size: int = 4096
-    """Tokens per recurrent step. Activation memory grows with it; small chunks leave a GPU's matrix units idle."""
+    Every field has a default; "auto" lets the machine decide. docs/config.md describes them all.
 
-    page_size: int = 128
-    """Tokens per page, the unit in which memory for K, V and their gradients is handed out."""
+    Raises:
+        SettingError: A value is wrong. It is a ValueError, and names the field and the values that work.
 
-    gpu_memory: int | str = "auto"
-    """GPU memory for what grows with the context (pages, kept attention outputs): bytes, or a size such as "24GiB". The
-    rest goes to host memory. 0: all of it. "auto": what is left beside weights, gradients, activations and AdamW."""
+    Example:
+        >>> import oomb
+        >>> oomb.Config(chunk_size=1024, gpu_memory="24GiB").chunk_size
+        1024
+    """
 
-    host_memory: int | str = "auto"
-    """Pinned host memory for the same, when the GPU's share is full. 0: none. "auto": most of what is free."""
-
-    page_budget: int | None = None
-    """Pages of the past that each tile of 128 queries reads; None: all of them, which is exact. With a budget the work
-    per token no longer grows with the context. The own chunk and the first page are always read, the others are chosen
-    by `page_rule`. Layers with a sliding window are not affected."""
-
-    page_rule: Literal["mass", "paper"] = "mass"
-    """How pages are ranked: by the attention that some queries give to means of their keys ("mass"), or as arXiv
-    2602.02108 does it, without the first page, for comparison ("paper")."""
-
-    kernels: Literal["auto", "cudnn", "flash", "torch"] = "auto"
-    """Attention kernels. "auto" takes the fastest that can do what a layer asks for; a named one is used or refused."""
-
-    fuse: Literal["auto", "compile", "off"] = "auto"
-    """Fuse norms, RoPE, SwiGLU and the loss with torch.compile, layer by layer. "auto": on a GPU."""
-
-    checkpoint_layers: bool | Literal["auto"] = "auto"
-    """Recompute each layer in the backward of a chunk instead of keeping its activations (attention outputs are
-    always kept). "auto": when a chunk's activations would not fit in free GPU memory, or nothing else would beside
-    them."""
-
-    keep_last_chunk: bool | Literal["auto"] = "auto"
-    """Keep the last chunk's activations from the fill pass, which saves its recomputation. "auto": when layers are not
-    checkpointed and no other call of this engine holds such activations."""
-
-    keep_attention: bool | Literal["auto"] = "auto"
-    """Keep every layer's attention output from the fill pass, so that the gradient pass computes no attention forward.
-    Costs memory, host memory where it can, for each token: 200 KiB for a 7B model in bfloat16. "auto": as far as it
-    fits, the last tokens first."""
-
-    kv_dtype: str = "auto"
-    """Precision of K and V at rest. "auto": as the model computes them. "int8": whole numbers with a scale for each
-    token and head, about half of 16 bits."""
-
-    grad_dtype: str = "auto"
-    """Precision of the gradients of K and V at rest. They are added up in float32; 16-bit ones are rounded up or down
-    at random, so that many small shares do not get lost. "auto": as the model computes them. "int8": as for K and V."""
-
-    param_grad_dtype: Literal["auto", "param", "float32"] = "auto"
-    """Precision in which a step's parameter gradients are summed over its chunks; `.grad` itself always has the
-    parameter's dtype. "float32" takes 4 bytes per trainable parameter during the gradient pass; "auto" chooses it where
-    that is at most a quarter of the GPU's memory. 16-bit sums are rounded up or down at random, so that many small
-    shares do not get lost."""
+    chunk_size: int = setting(
+        4096,
+        "Tokens per chunk. Activation memory grows with it; small chunks leave the GPU's matrix units idle. Gradients "
+        "do not depend on it.",
+        unit="tokens",
+    )
+    page_size: int = setting(
+        128,
+        "Tokens per page, the unit in which memory for K, V and their gradients is allocated. Results do not depend "
+        "on it.",
+        unit="tokens",
+    )
+    gpu_memory: int | str = setting(
+        "auto",
+        "GPU memory for everything that grows with the context (pages and saved attention outputs), such as 24GiB; "
+        "the rest goes to host memory. 0: all of it goes there. auto: whatever weights, gradients, activations and "
+        "AdamW leave free.",
+        unit="bytes",
+    )
+    host_memory: int | str = setting(
+        "auto",
+        "Pinned host memory for the same, used when the GPU's share is full. 0: none. auto: up to 90% of free host "
+        "memory, of which attention outputs take at most 75%.",
+        unit="bytes",
+    )
+    page_budget: int | None = setting(
+        None,
+        "Past pages that each tile of 128 queries reads, besides its own chunk and the first page. Default: all of "
+        "them, which is exact. With a budget, the work per token stops growing with the context and gradients are "
+        "approximate; chunk_size must then be a multiple of page_size.",
+        minimum=1,
+    )
+    page_rule: Literal["mass", "paper"] = setting(
+        "mass",
+        "How pages are ranked for page_budget. mass: by estimated attention mass. paper: as in arXiv 2602.02108, "
+        "without the first page, for comparison.",
+        choices=tuple(MEANS_OF_RULE),
+    )
+    kernels: Literal["auto", "cudnn", "flash", "torch"] = setting(
+        "auto",
+        "Attention backend. auto: the fastest that supports the layer. Any other value is used or refused; torch is "
+        "the reference implementation.",
+        choices=("auto", "cudnn", "flash", "torch"),
+    )
+    fuse: Literal["auto", "compile", "off"] = setting(
+        "auto",
+        "Fuse norms, RoPE, gated MLPs and the loss with torch.compile, layer by layer. auto: on a GPU.",
+        choices=("auto", "compile", "off"),
+    )
+    checkpoint_layers: bool | Literal["auto"] = setting(
+        "auto",
+        "Recompute each layer in a chunk's backward pass instead of keeping its activations. auto: if activations or "
+        "pages would not fit otherwise; with page_budget, also if that keeps enough of K and V on the GPU to save "
+        "time.",
+        choices=("auto", True, False),
+    )
+    keep_last_chunk: bool | Literal["auto"] = setting(
+        "auto",
+        "Keep the last chunk's activations from the fill pass instead of recomputing them. auto: if layers are not "
+        "checkpointed and no other call of this engine holds such activations.",
+        choices=("auto", True, False),
+        has_flag=False,
+    )
+    keep_attention: bool | Literal["auto"] = setting(
+        "auto",
+        "Save attention outputs in the fill pass, so the gradient pass computes no attention forward. This takes "
+        "hidden size x layers x tokens of GPU or host memory: 200 KiB per token for a 7B model in bfloat16. auto: as "
+        "many as fit, last tokens first.",
+        choices=("auto", True, False),
+    )
+    kv_dtype: str = setting(
+        "auto",
+        "Precision in which K and V are stored. auto: as the model computes them. int8: one scale per token and head, "
+        "51% of the size of 16 bits for heads of 128; gradients are then approximate.",
+        choices=("auto", *DTYPES, "int8"),
+    )
+    grad_dtype: str = setting(
+        "auto",
+        "Precision in which gradients of K and V are stored. They are summed in float32; 16 bits and int8 use "
+        "stochastic rounding. auto: as the model computes K and V.",
+        choices=("auto", *DTYPES, "int8"),
+    )
+    param_grad_dtype: Literal["auto", "param", "float32"] = setting(
+        "auto",
+        "Precision in which parameter gradients are summed over a step's chunks; .grad keeps the parameter's dtype. "
+        "param: the parameter's dtype, with stochastic rounding. float32: takes 4 bytes per trainable 16-bit parameter "
+        "in the gradient pass. auto: float32 on a CPU, and on a GPU if it takes at most a quarter of the memory.",
+        choices=("auto", "param", "float32"),
+    )
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "page_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of tokens, 1 or more")
+            _check_count(name, getattr(self, name), "a whole number of tokens, 1 or more")
         if self.page_budget is not None:
-            if isinstance(self.page_budget, bool) or not isinstance(self.page_budget, int) or self.page_budget < 1:
-                raise ValueError(
-                    f"page_budget is {self.page_budget!r}; it must be a number of pages, 1 or more, or None"
-                )
+            _check_count("page_budget", self.page_budget, "a number of pages, 1 or more, or None")
             if self.chunk_size % self.page_size:
                 size = -(-self.chunk_size // self.page_size) * self.page_size
-                raise ValueError(
-                    f"with a page_budget, chunks are whole pages: chunk_size {self.chunk_size} is no multiple of "
-                    f"page_size {self.page_size}; take chunk_size={size}"
+                raise SettingError(
+                    "chunk_size",
+                    f"{self.chunk_size} is not a multiple of page_size {self.page_size}, as page_budget requires: use "
+                    f"chunk_size={size}",
                 )
-        for name in ("gpu_memory", "host_memory"):
-            if getattr(self, name) != "auto":
-                parse_memory(getattr(self, name), name)
-        for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+        for described in fields(self):
+            _check_value(described, getattr(self, described.name))
 
     def keys_read(self, context: int) -> int:
-        """Most tokens that a query reads: those of its own chunk, and those of the pages it may choose."""
+        """Return the most tokens that one query reads: its own chunk and the pages it may select.
+
+        Args:
+            context: Tokens of the sequence.
+        """
         if self.page_budget is None:
             return context
         return min(context, self.chunk_size + self.page_budget * self.page_size)
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Config:
-        """A Config from plain settings, with a message that names the unknown key if there is one."""
+        """Return a Config from plain settings, such as those of a YAML file.
+
+        Args:
+            settings: Values by field name.
+
+        Raises:
+            ValueError: A key is unknown or a value is wrong.
+
+        Example:
+            >>> Config.from_dict({"chunk_size": 1024}).page_size
+            128
+        """
         for key in settings:
             if key not in cls.field_names():
                 raise ValueError(f"unknown setting {key!r}; the settings are {', '.join(cls.field_names())}")
@@ -139,21 +222,46 @@ class Config:
 
     @classmethod
     def field_names(cls) -> list[str]:
-        return [f.name for f in fields(cls)]
+        return [described.name for described in fields(cls)]
+
+    @classmethod
+    def flag_names(cls) -> list[str]:
+        """Return the settings that commands have a flag for."""
+        return [described.name for described in fields(cls) if described.metadata["has_flag"]]
+
+
+def _check_count(name: str, value: Any, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SettingError(name, f"is {value!r}; it must be {expected}")
+
+
+def _check_value(described: Field[Any], value: Any) -> None:
+    name, choices = described.name, described.metadata["choices"]
+    if choices is not None and not any(value is one or (isinstance(one, str) and value == one) for one in choices):
+        raise SettingError(name, f"is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+    if described.metadata["unit"] == "bytes" and value != "auto":
+        try:
+            parse_memory(value, "")
+        except ValueError as error:
+            raise SettingError(name, str(error).strip()) from None
 
 
 def means_per_page(rule: str, page_size: int) -> int:
-    """As many of the rule's means as share a page evenly: 1 of 2 for a page of 7."""
+    """Return how many of the rule's key means a page has: the most that divide it evenly, so 1 for a page of 7."""
     return max(m for m in range(1, MEANS_OF_RULE[rule] + 1) if page_size % m == 0)
 
 
 def parse_optim_args(text: str | None) -> dict[str, Any]:
-    """Settings of `oomb.OffloadedAdamW` from a text such as "state_dtype=8bit,master_weights=true"."""
+    """Return the options of `oomb.OffloadedAdamW` from a text such as "state_dtype=8bit,master_weights=true".
+
+    Raises:
+        SettingError: An option or its value is unknown.
+    """
     options: dict[str, Any] = {}
     for part in filter(None, map(str.strip, (text or "").split(","))):
         key, _, value = (word.strip() for word in part.partition("="))
         if value not in OFFLOADED_OPTIONS.get(key, {}):
             known = "; ".join(f"{name}={'|'.join(values)}" for name, values in OFFLOADED_OPTIONS.items())
-            raise ValueError(f"{part!r} is unknown; it takes {known}")
+            raise SettingError("optim_args", f"{part!r} is unknown; it takes {known}")
         options[key] = OFFLOADED_OPTIONS[key][value]
     return options

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb.cli.errors import EXIT_NOT_TRUSTED, engine_settings, one_clear_message, quiet
-from oomb.cli.options import Device, Dtype, TrustRemoteCode, with_engine_options
+from oomb.cli.errors import EXIT_NOT_TRUSTED, one_clear_message, quiet
+from oomb.cli.options import Dtype, train_options, with_engine_options, with_options
+from oomb.cli.train.schema import engine_settings
 from oomb.models import load, presets
 from oomb.utils import dtypes
 from oomb.utils.units import parse_list, parse_tokens
 
 
 @with_engine_options()
+@with_options("loading", train_options("device", "trust_remote_code"))
 def bench(
     model_name_or_path: Annotated[
         str | None,
@@ -57,9 +59,8 @@ def bench(
         ),
     ] = "stdlib",
     dtype: Dtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
     *,
+    loading: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Measure time, tokens/s, MFU and peak memory of a training step, with oomb and with standard training.
@@ -76,7 +77,7 @@ def bench(
         for mode in chosen_modes:
             if mode not in ("oomb", "standard"):
                 raise ValueError(f"--modes has {mode!r}; use oomb, standard or both")
-        place = dtypes.resolve_device(device)
+        place = dtypes.resolve_device(loading["device"])
         on_gpu = place.type == "cuda"
         name = model_name_or_path or ("qwen2.5-7b" if on_gpu else "demo")
         load.check_model_name(name)
@@ -86,7 +87,7 @@ def bench(
         from oomb.eval import bench as bench_module
 
         console, finish = Console(), None
-        trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        trust: dict[str, Any] = {"trust_remote_code": loading["trust_remote_code"]}
         if selection_map is not None:
             from oomb.eval import selection_map as selection
 

@@ -9,18 +9,20 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb.cli.errors import CommandOfSettings, one_clear_message, quiet
-from oomb.cli.options import DATA, MACHINE, OUTPUT, TrustRemoteCode
+from oomb.cli.errors import one_clear_message, quiet
+from oomb.cli.options import DATA, MACHINE, OUTPUT, SettingsCommand, train_options, with_options
+from oomb.cli.train.schema import FIELDS
 from oomb.models import load
 from oomb.utils.units import parse_bytes
 
 
+@with_options("loading", train_options("trust_remote_code"))
 def tokenize(
     dataset: Annotated[
         str,
@@ -43,15 +45,8 @@ def tokenize(
             rich_help_panel=DATA,
         ),
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
     join: Annotated[
-        str,
-        typer.Option(
-            "--join",
-            help="documents: each file of a folder is one. repository: all are one, in the order of their paths, each "
-            "after a line that names it.",
-            rich_help_panel=DATA,
-        ),
+        str, typer.Option("--join", help=FIELDS["dataset_join"].metadata["help"], rich_help_panel=DATA)
     ] = "documents",
     seed: Annotated[
         int,
@@ -75,8 +70,10 @@ def tokenize(
         bool,
         typer.Option("--overwrite", help="Start anew where the folder holds other tokens.", rich_help_panel=OUTPUT),
     ] = False,
+    *,
+    loading: dict[str, Any],
 ) -> None:
-    """Tokenise a dataset once, in parallel, into a folder that [bold]oomb train --dataset FOLDER[/] reads from disk.
+    """Tokenize a dataset once, in parallel, into a folder that [bold]oomb train --dataset FOLDER[/] reads from disk.
 
     [bold]oomb tokenize --tokenizer_name Qwen/Qwen2.5-0.5B --dataset texts/ --output tokens/[/]
 
@@ -97,7 +94,7 @@ def tokenize(
             tokenizer_name=tokenizer_name,
             load_tokenizer=None
             if tokenizer_name is None
-            else functools.partial(load.load_tokenizer, tokenizer_name, trust_remote_code=trust_remote_code),
+            else functools.partial(load.load_tokenizer, tokenizer_name, **loading),
             join=join,
             seed=seed,
             shard_bytes=parse_bytes(shard_size, "--shard_size"),
@@ -126,7 +123,7 @@ def tokenize(
         console.print(f"Next:\n  oomb {escape(command)}", highlight=False, soft_wrap=True)
 
 
-tokenize.command_class = CommandOfSettings  # type: ignore[attr-defined]
+tokenize.command_class = SettingsCommand  # type: ignore[attr-defined]
 
 
 def _num_cores() -> int:

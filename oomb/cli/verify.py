@@ -8,17 +8,17 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from oomb.cli.errors import EXIT_NOT_TRUSTED, PRESET_NAMES, engine_settings, one_clear_message, quiet
-from oomb.cli.options import Device, TrustRemoteCode, with_engine_options
+from oomb.cli.errors import EXIT_NOT_TRUSTED, one_clear_message, quiet
+from oomb.cli.options import MODEL_HELP, train_options, with_engine_options, with_options
+from oomb.cli.train.schema import engine_settings
 from oomb.models import load
 from oomb.utils.units import parse_tokens
 
 
-@with_engine_options("page_budget", "page_rule", chunk_size="512")
+@with_engine_options("page_budget", "page_rule", chunk_size=512)
+@with_options("loading", train_options("device", "trust_remote_code"))
 def verify(
-    model: Annotated[
-        str, typer.Argument(help=f"A folder written by save_pretrained, a hub id, or a preset: {PRESET_NAMES}.")
-    ],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     context: Annotated[str, typer.Option("--context", help="Sequence length, in tokens.")] = "2048",
     dtype: Annotated[
         str,
@@ -27,14 +27,13 @@ def verify(
             help="float64, float32, bfloat16 or float16. Half precision is compared with a float32 reference.",
         ),
     ] = "float32",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
     layers: Annotated[
         int | None,
         typer.Option("--layers", help="Keep only the first N layers, for models that are too large for this machine."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
     *,
+    loading: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Compare chunked with whole-sequence gradients for every parameter of your model, on your machine.
@@ -54,11 +53,10 @@ def verify(
             context=parse_tokens(context, "--context"),
             chunk_size=chunk_size,
             dtype=dtype,
-            device=device,
             num_layers=layers,
             settings=settings,
             seed=seed,
-            trust_remote_code=trust_remote_code,
+            **loading,
         )
         console = Console()
         console.print(comparison.table())

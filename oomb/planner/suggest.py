@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from oomb.cli.options import ENGINE_OPTIONS
 from oomb.config import OFFLOADED_STATES, Config
 from oomb.models.presets import is_preset
 from oomb.models.shape import ModelShape
@@ -148,7 +147,7 @@ class Suggestion:
 
     def _engine_words(self) -> Iterator[str]:
         for name, value in non_default(self.plan.config).items():
-            if name in ENGINE_OPTIONS:
+            if name in Config.flag_names():
                 yield from _flag(name, value).split()
 
     @property

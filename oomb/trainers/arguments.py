@@ -35,10 +35,7 @@ def offloaded_optimizer(name: str, args: TrainingArguments) -> tuple[type[Offloa
     optim = getattr(args.optim, "value", args.optim)
     if not optim.startswith("adamw"):
         raise ValueError(f"optimizer={name!r} and optim={optim!r} are two choices: leave one of them out")
-    try:
-        options = parse_optim_args(args.optim_args)
-    except ValueError as error:
-        raise ValueError(f"of optim_args, {error}") from None
+    options = parse_optim_args(args.optim_args)
     state_dtype = OFFLOADED_STATES[name]
     if name != "offloaded_adamw" and options.get("state_dtype", state_dtype) != state_dtype:
         raise ValueError(

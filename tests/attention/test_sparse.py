@@ -174,7 +174,7 @@ def test_a_budget_is_a_number_of_pages(budget: Any) -> None:
 
 
 def test_chunks_are_whole_pages() -> None:
-    with pytest.raises(ValueError, match="chunk_size 1000 is no multiple of page_size 128; take chunk_size=1024"):
+    with pytest.raises(ValueError, match="chunk_size=1024"):
         oomb.Config(page_budget=8, chunk_size=1000)
 
 

@@ -11,7 +11,8 @@ import pytest
 from command import invoke
 from train_runs import TOY, events
 
-from oomb.cli.train import output_dir, run, save
+from oomb.cli import errors
+from oomb.cli.train import output_dir, save
 from oomb.cli.train.display import TrainingDisplay
 from oomb.trainers import checkpoints
 
@@ -71,7 +72,7 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
     monkeypatch.setattr(Path, "iterdir", lambda self: stale() if is_gone(self) else iterdir(self))
     monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: stale() if is_gone(folder) else free_bytes(folder))
     done = invoke("train", *TOY, "--save_total_limit", "2")
-    assert done.exit_code == run.EXIT_NOT_AS_ASKED, done.output
+    assert done.exit_code == errors.EXIT_NOT_AS_ASKED, done.output
     [folder] = (places / "home").glob("oomb-out-*")
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
     assert (folder / "model" / "model.safetensors").exists() and events(folder).count("step") == 2

@@ -13,9 +13,9 @@ import pytest
 from command import invoke
 from transformers import AutoModelForCausalLM
 
+from oomb.cli.errors import EXIT_INTERRUPTED
 from oomb.cli.train import save as save_module
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.signals import EXIT_INTERRUPTED
 from oomb.data.dataset import load
 from oomb.models import load as load_module
 from oomb.models import presets
@@ -253,19 +253,19 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
         (["--tokenizer_name", "demo"], "has no tokenizer"),
         (["--resume_from_checkpoint"], "takes the latest checkpoint of --output_dir: name that"),
         (["--resume_from_checkpoint", "--output_dir", "none"], "--output_dir none holds no checkpoint to resume from"),
-        (["--load_in_4bit"], "keeps weights that cannot be trained: add --use_peft"),
+        (["--load_in_4bit"], "--load_in_4bit needs --use_peft"),
         (["--use_peft", "--lora_target_modules", "q_prj"], "names 'q_prj', and the model's linear layers are "),
         (["--use_peft", "--lora_r", "0"], "--lora_r is 0; it must be 1 or more"),
         (["--lora_dropout", "nan"], "--lora_dropout is nan"),
         (["--optim", "adamw"], "--optim 'adamw' is unknown; use one of adamw_torch, offloaded_adamw"),
-        (["--optim_args", "state_dtype=8bit"], "--optim_args are those of --optim offloaded_adamw"),
+        (["--optim_args", "state_dtype=8bit"], "--optim_args needs --optim offloaded_adamw"),
         (
             ["--optim", "offloaded_adamw", "--optim_args", "state=8"],
             "--optim_args 'state=8' is unknown; it takes state",
         ),
         (["--eval_strategy", "steps"], "steps needs --eval_steps"),
-        (["--eval_steps", "2", "--max_eval_samples", "0"], "needs text held out"),
-        (["--warmup_steps", "1", "--warmup_ratio", "0.1"], "--warmup_ratio and --warmup_steps say the same thing"),
+        (["--eval_steps", "2", "--max_eval_samples", "0"], "needs held-out examples"),
+        (["--warmup_steps", "1", "--warmup_ratio", "0.1"], "--warmup_ratio and --warmup_steps are both given"),
         (["--report_to", "paper"], "--report_to 'paper' is unknown; use none, tensorboard, wandb, trackio"),
         (["--adam_beta1", "1"], "--adam_beta1 is 1.0; it must be below 1"),
         (["--num_train_epochs", "0"], "--num_train_epochs is 0; it must be above 0"),
@@ -402,8 +402,8 @@ def test_the_fingerprint_of_the_code_changes_with_the_code_alone(
     first = metrics.source()
     assert metrics.machine()["source"] == first
     copy = tmp_path / "oomb"
-    shutil.copytree(Path(metrics.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(metrics, "__file__", str(copy / "metrics.py"))
+    shutil.copytree(Path(metrics.__file__).parents[1], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(metrics, "__file__", str(copy / "utils" / "metrics.py"))
     assert metrics.source() == first
-    (copy / "engine.py").write_text((copy / "engine.py").read_text() + "\n")
+    (copy / "config.py").write_text((copy / "config.py").read_text() + "\n")
     assert metrics.source() != first

@@ -6,9 +6,12 @@ import argparse
 import dataclasses
 import errno
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,13 @@ from command import invoke
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
+from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.cli.train import output_dir, prepare, save, yaml_file
 from oomb.cli.train.command import normalized
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.settings import KNOWN, SCHEDULES, TYPES, TrainSettings, settings_table
-from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, SignalHandler
+from oomb.cli.train.schema import KNOWN, TYPES, from_yaml
+from oomb.cli.train.settings import SCHEDULES, TrainSettings
+from oomb.cli.train.signals import SignalHandler
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models import adapters, load, presets
@@ -59,7 +64,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(here: Path) -> 
     # What it prints is a file that says the same.
     (here / "again.yaml").write_text(shown.output)
     assert invoke("train", "again.yaml", "--print_config").output == shown.output
-    assert "two settings files were given" in invoke("train", "run.yaml", "--config", "again.yaml").output
+    assert "got two settings files" in invoke("train", "run.yaml", "--config", "again.yaml").output
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(here: Path) -> 
         ("seed: 1\nmax_steps: 0", "run.yaml, line 2: max_steps is 0; it must be 1 or more"),
         ("seed: 1\n\n\noptim: sgd", "run.yaml, line 4: optim 'sgd' is unknown"),
         ("seed: 1\nkernels: magic", "run.yaml, line 2: kernels is 'magic'"),
-        ("seed: 1\nchunk_size: 0", "run.yaml, line 2: --chunk_size '0' is not a number of tokens"),
+        ("seed: 1\nchunk_size: 0", "run.yaml, line 2: chunk_size '0' is not a number of tokens"),
         ("seed: 1\nseed: 2", "run.yaml, line 2: seed stands there twice, first in line 1"),
         ("- seed", "run.yaml, line 1: settings are lines of the form"),
         ("seed: 1\nmax_steps: [1", "run.yaml, line 2: this is no YAML"),
@@ -108,9 +113,7 @@ def test_yaml_as_people_write_it() -> None:
         "learning_rate": "1e-5", "eval_strategy": False, "lora_target_modules": ["q_proj", "v_proj"],
         "resume_from_checkpoint": True, "checkpoint_layers": True, "gpu_memory": 0, "run_name": 7, "adam_beta1": 0,
     }  # fmt: skip
-    from oomb.cli.train.settings import as_setting
-
-    assert {key: as_setting(key, value) for key, value in read.items()} == {
+    assert {key: from_yaml(key, value) for key, value in read.items()} == {
         "learning_rate": 1e-5, "eval_strategy": "no", "lora_target_modules": "q_proj,v_proj",
         "resume_from_checkpoint": "latest", "checkpoint_layers": "true", "gpu_memory": "0", "run_name": "7",
         "adam_beta1": 0.0,
@@ -136,11 +139,15 @@ def test_flags_as_hugging_face_scripts_take_them() -> None:
     assert normalized(["--resume_from_checkpoint", "a/checkpoint-3"]) == ["--resume_from_checkpoint", "a/checkpoint-3"]
 
 
-def test_the_reference_in_the_documents_is_the_flags() -> None:
+def test_pages_of_settings_are_generated() -> None:
+    """docs/config.md and docs/train.md list what the fields declare, and every setting is a flag."""
+    script = [sys.executable, "docs/settings_tables.py", "--check"]
+    check = subprocess.run(
+        script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert check.returncode == 0, check.stderr
     text = (ROOT / "docs" / "train.md").read_text()
-    shown = text.split("<!-- settings:start -->\n")[1].split("<!-- settings:end -->")[0].strip()
-    assert shown == settings_table().strip(), "write settings_table() between the marks in docs/train.md"
-    assert set(re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE)) == set(KNOWN)
+    assert set(re.findall(r"^\| `(\w+)` \|", text.split("settings:start")[1], re.MULTILINE)) == set(KNOWN)
     usage = invoke("train", "--help").output
     assert all(f"--{name}" in usage for name in KNOWN)
     assert set(SCHEDULES) <= {kind.value for kind in SchedulerType}
@@ -223,7 +230,9 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
     rooms: list[int] = []
     decide = allocator.place_or_raise
     monkeypatch.setattr(
-        allocator, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
+        allocator,
+        "place_or_raise",
+        lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1],
     )
     rates = ["--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-7"]
     found = []
@@ -318,11 +327,11 @@ def test_a_run_can_be_repeated_from_its_own_settings(here: Path) -> None:
 
 def test_trackers_are_told_of_the_run(here: Path) -> None:
     asked = TrainSettings(report_to="wandb, tensorboard", output_dir="runs/mine", logging_steps=5)
-    told = prepare.resolved(asked, Path("runs/mine"), torch.device("cpu"), num_windows=10)
+    told = prepare.resolved(asked, Path("runs/mine"), torch.device("cpu"), num_examples=10)
     arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
     assert arguments.report_to == ["wandb", "tensorboard"]
     assert (arguments.run_name, arguments.logging_steps) == ("mine", 5)
-    told = prepare.resolved(TrainSettings(run_name="other"), Path("runs/mine"), torch.device("cpu"), num_windows=10)
+    told = prepare.resolved(TrainSettings(run_name="other"), Path("runs/mine"), torch.device("cpu"), num_examples=10)
     arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
     assert (arguments.report_to, arguments.run_name) == ([], "other")
 

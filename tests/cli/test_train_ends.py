@@ -25,11 +25,13 @@ from train_runs import TOY, events
 from transformers import PreTrainedModel
 from waiting import HANG_S
 
-from oomb.cli.train import output_dir, run, save_timer
+from oomb.cli import errors
+from oomb.cli.errors import EXIT_HUNG_UP, EXIT_TERMINATED
+from oomb.cli.train import run, save_timer
 from oomb.cli.train import save as save_module
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.save_timer import SaveTimer
-from oomb.cli.train.signals import EXIT_HUNG_UP, EXIT_TERMINATED, SafeStream, SignalHandler
+from oomb.cli.train.signals import SafeStream, SignalHandler
 from oomb.models import load
 from oomb.trainers import checkpoints
 from oomb.utils.metrics import JsonLines
@@ -236,7 +238,7 @@ def test_a_model_without_room_goes_elsewhere(
 ) -> None:
     fail_to_save(monkeypatch, *failing)
     done = invoke("train", *[flag for flag in TOY if flag != "--no_report"])
-    assert done.exit_code == run.EXIT_NOT_AS_ASKED == 1, done.output
+    assert done.exit_code == errors.EXIT_NOT_AS_ASKED == 1, done.output
     [folder] = (places / found).glob("oomb-out-*")
     assert re.fullmatch(r"oomb-out-\d{8}-\d{6}", folder.name)
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
@@ -285,7 +287,7 @@ def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: p
 
 
 def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_dir.time, "strftime", lambda form: "now")
+    monkeypatch.setattr(save_module.time, "strftime", lambda form: "now")
     (places / "home" / "oomb-out-now" / "model").mkdir(parents=True)
     fail_to_save(monkeypatch, "/out/")
     said: list[str] = []
@@ -297,7 +299,7 @@ def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypa
 
 def test_a_report_that_fails_is_a_line(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (OSError(errno.ENOSPC, "No space left on device"), ZeroDivisionError("by zero")):
-        monkeypatch.setattr(run.report, "write_report", lambda folder, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(run, "write_report", lambda folder, error=error: (_ for _ in ()).throw(error))
         done = invoke("train", *[flag for flag in TOY if flag != "--no_report"], "--overwrite_output_dir")
         assert done.exit_code == 0, done.output
         assert f"the report was not written ({type(error).__name__}: {error}); to try again:" in done.output
@@ -315,7 +317,7 @@ def test_an_error_of_the_system_while_training_loses_no_step(places: Path, monke
 
     monkeypatch.setattr(TrainingDisplay, "on_log", failing)
     done = invoke("train", *TOY)
-    assert done.exit_code == run.EXIT_NOT_AS_ASKED, done.output
+    assert done.exit_code == errors.EXIT_NOT_AS_ASKED, done.output
     assert "error: [Errno 28] No space left on device" in done.output
     assert "stopped after step 2 of 3; the model as of then is in out/model" in done.output
     checkpoints.check(Path("out/checkpoint-2"))

@@ -20,12 +20,12 @@ import pytest
 import torch
 from command import invoke
 
+from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.cli.train import output_dir as output_dir_module
 from oomb.cli.train import prepare
 from oomb.cli.train import run as run_module
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.settings import TrainSettings
-from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
 from oomb.models import presets
@@ -286,7 +286,7 @@ def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, A
         Path(f"texts/{index}.txt").write_text("x" * 1999)
     settings = TrainSettings(**{"model_name_or_path": "other", "dataset": "texts", "max_length": 100, **flags})
     cpu = torch.device("cpu")
-    split = prepare.load_windows(settings, None, 264, cpu)
+    split = prepare.load_examples(settings, None, 264, cpu)
     steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
     assert steps is not None
     thing = "window" if split.packing == "windows" else "example"
@@ -319,7 +319,7 @@ def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> No
     cpu = torch.device("cpu")
     for flags, num_read, num_steps in (({}, 20, 20), ({"num_train_epochs": 2.0}, 99, 198), ({"max_steps": 5}, 5, 5)):
         settings = TrainSettings(dataset="text.txt", max_length=100, **flags)
-        split = prepare.load_windows(settings, None, 264, cpu)
+        split = prepare.load_examples(settings, None, 264, cpu)
         steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
         assert (len(split.train), steps) == (num_read, num_steps)
 

@@ -14,7 +14,8 @@ from tokenizer import save_chats, small_tokenizer
 from transformers import AutoModelForCausalLM
 
 from oomb.cli.train import prepare
-from oomb.cli.train.settings import SettingError, TrainSettings
+from oomb.cli.train.settings import TrainSettings
+from oomb.config import SettingError
 from oomb.data import tokenizers
 from oomb.data.tokenizers import difference_in_ids, give_the_same_ids
 from oomb.models import load, presets

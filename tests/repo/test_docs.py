@@ -24,8 +24,8 @@ from torch import Tensor
 from trainings import Samples, arguments, logged, tiny_model
 
 import oomb
+from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.cli.train.display import TrainingDisplay
-from oomb.cli.train.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.planner import report
 from oomb.planner.fit import SPARE_HOST_BYTES
 

@@ -440,7 +440,7 @@ def test_an_optimizer_with_its_states_in_host_memory(tmp_path: Path, name: str) 
             {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None)},
             "passed as well",
         ),
-        ("offloaded_adamw", {"optim_args": "state_dtype=4bit"}, {}, "of optim_args, 'state_dtype=4bit' is unknown"),
+        ("offloaded_adamw", {"optim_args": "state_dtype=4bit"}, {}, "optim_args 'state_dtype=4bit' is unknown"),
         ("offloaded_adamw_8bit", {"optim_args": "state_dtype=bfloat16"}, {}, "of optim_args are two choices"),
     ],
 )

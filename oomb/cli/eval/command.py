@@ -7,18 +7,31 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb.cli.errors import PRESET_NAMES, CommandOfSettings, engine_settings, one_clear_message, quiet, train_options
-from oomb.cli.options import DATA, OUTPUT, Device, Dtype, TrustRemoteCode, with_engine_options, with_options
-from oomb.cli.train.settings import check_value
+from oomb.cli.errors import one_clear_message, quiet
+from oomb.cli.options import (
+    DATA,
+    OUTPUT,
+    PRESET_NAMES,
+    Dtype,
+    SettingsCommand,
+    checked,
+    train_options,
+    with_engine_options,
+    with_options,
+)
+from oomb.cli.train.schema import engine_settings
+from oomb.cli.train.settings import token_list
 from oomb.models import load
 from oomb.models.weight_files import holds_adapters
-from oomb.utils.units import parse_list, parse_tokens
 
-NEEDLES = "Needles in a haystack"
+LOADING = ("tokenizer_name", "device", "trust_remote_code")
+READING = ("dataset", "max_length", "packing", "dataset_join", "skip_dataset_check", "seed", "sample_tokens")
+NEEDLES = ("needle_lengths", "needle_depths", "needle_candidates", "needle_haystacks")
 
 
 @with_engine_options("checkpoint_layers", "keep_attention", "param_grad_dtype", "grad_dtype")
-@with_options("reading", train_options("tokenizer_name", "dataset", "packing", "dataset_join", "skip_dataset_check"))
+@with_options("reading", train_options(*LOADING, *READING, sample_tokens=0))
+@with_options("needles", train_options(*NEEDLES))
 def eval_(
     model: Annotated[
         str,
@@ -29,14 +42,6 @@ def eval_(
     ],
     *,
     reading: dict[str, Any],
-    max_length: Annotated[
-        str,
-        typer.Option(
-            "--max_length",
-            help="Tokens per example; the limit for documents. 16384 and 16K are the same.",
-            rich_help_panel=DATA,
-        ),
-    ] = "16384",
     max_eval_samples: Annotated[
         int,
         typer.Option(
@@ -46,54 +51,14 @@ def eval_(
             rich_help_panel=DATA,
         ),
     ] = 1,
-    needle_lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--needle_lengths",
-            help="Haystack lengths in tokens, for example 4K,16K. Default: no needles.",
-            rich_help_panel=NEEDLES,
-        ),
-    ] = None,
-    needle_depths: Annotated[
-        int, typer.Option("--needle_depths", help="Parts of a text, with one question each.", rich_help_panel=NEEDLES)
-    ] = 5,
-    needle_candidates: Annotated[
-        int,
-        typer.Option(
-            "--needle_candidates",
-            help="Needles in each part, 2 to 9, that the model chooses from.",
-            rich_help_panel=NEEDLES,
-        ),
-    ] = 4,
-    needle_haystacks: Annotated[
-        int,
-        typer.Option("--needle_haystacks", help="Texts of each length; two passes each.", rich_help_panel=NEEDLES),
-    ] = 4,
-    sample_tokens: Annotated[
-        int,
-        typer.Option(
-            "--sample_tokens",
-            help="Generate this many tokens after the beginning of the text. 0: none.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = 0,
+    needles: dict[str, Any],
     output: Annotated[
         str | None,
         typer.Option(
             "--output", help="Write all results to this JSON file, which oomb report reads.", rich_help_panel=OUTPUT
         ),
     ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            "--seed",
-            help="Seed of the record order (as in oomb train), the needles, the sample and a preset's weights.",
-            rich_help_panel=DATA,
-        ),
-    ] = 42,
     dtype: Dtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
     engine: dict[str, Any],
 ) -> None:
     """Measure how a model uses a long context: perplexity by position, and needles in a haystack.
@@ -108,14 +73,8 @@ def eval_(
     """
     with one_clear_message():
         settings = engine_settings(engine)
-        length = parse_tokens(max_length, "--max_length")
-        lengths = (
-            ()
-            if needle_lengths is None
-            else tuple(parse_list(needle_lengths, lambda text: parse_tokens(text, "--needle_lengths")))
-        )
-        for name, value in reading.items():
-            check_value(name, value)
+        reading, needles = checked(reading), checked(needles)
+        lengths = token_list("needle_lengths", needles["needle_lengths"])
         if not holds_adapters(model):
             load.check_model_name(model)
         quiet()
@@ -123,23 +82,18 @@ def eval_(
         from oomb.eval.needles import NeedleSettings
         from oomb.eval.run import EvalSettings
 
-        counts = {"num_depths": needle_depths, "num_candidates": needle_candidates, "num_haystacks": needle_haystacks}
-        needle = NeedleSettings(lengths=lengths, seed=seed, **counts) if lengths else None
+        counts = {name.replace("needle_", "num_"): needles[name] for name in NEEDLES[1:]}
+        needle = NeedleSettings(lengths=lengths, seed=reading["seed"], **counts) if lengths else None
         chosen = EvalSettings(
             model_name_or_path=model,
             **reading,
-            max_length=length,
             max_eval_samples=max_eval_samples,
             needle=needle,
-            sample_tokens=sample_tokens,
-            seed=seed,
             output=output,
             dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
             engine=settings,
         )
         run(chosen, Console())
 
 
-eval_.command_class = CommandOfSettings  # type: ignore[attr-defined]
+eval_.command_class = SettingsCommand  # type: ignore[attr-defined]

@@ -8,24 +8,28 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oomb.cli.errors import EXIT_DOES_NOT_FIT, PRESET_NAMES, engine_settings, one_clear_message, quiet
+from oomb.cli.errors import EXIT_DOES_NOT_FIT, one_clear_message, quiet
 from oomb.cli.options import (
     DATA,
     MODEL,
     OUTPUT,
+    PRESET_NAMES,
     Dtype,
     Gpu,
     Host,
     OptimizerStates,
     Plot,
-    TrustRemoteCode,
+    train_options,
     with_engine_options,
+    with_options,
 )
+from oomb.cli.train.schema import engine_settings
 from oomb.models import load
 from oomb.utils.units import parse_tokens
 
 
 @with_engine_options("kernels")
+@with_options("loading", train_options("trust_remote_code"))
 def plan(
     model_name_or_path: Annotated[
         str,
@@ -53,8 +57,8 @@ def plan(
     ] = None,
     plot: Plot = None,
     dtype: Dtype = "bfloat16",
-    trust_remote_code: TrustRemoteCode = False,
     *,
+    loading: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Predict memory and time of a training step, for this machine or another. Needs no GPU and no weights.
@@ -84,7 +88,7 @@ def plan(
             lora=lora,
             optimizer=optimizer,
             settings=settings,
-            trust_remote_code=trust_remote_code,
+            **loading,
         )
         console = Console()
         console.print(forecast.table())

@@ -3,7 +3,7 @@ that are not here. For flags and for keys of YAML files alike."""
 
 from __future__ import annotations
 
-from oomb.cli.train.settings import SettingError
+from oomb.config import SettingError
 
 ALIASES = {"model_name_or_path": ("model",), "dataset": ("dataset_name",), "dtype": ("torch_dtype",)}
 """Other names of a setting."""

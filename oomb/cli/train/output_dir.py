@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from oomb.cli.train import yaml_file
-from oomb.cli.train.settings import AUTO, LATEST, TYPES, TrainSettings
+from oomb.cli.train.schema import TYPES
+from oomb.cli.train.settings import AUTO, LATEST, TrainSettings
 from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.data.discover import STDLIB
 from oomb.models import load, presets
@@ -163,7 +164,7 @@ def data_changes(settings: TrainSettings) -> list[str]:
     keys = [key for key in DATA_KEYS if getattr(now, key) != getattr(stored, key)]
     if stored.packing == "auto":
         keys = [key for key in keys if key != "packing"]
-    if now.windows_per_step == stored.windows_per_step:
+    if now.examples_per_step == stored.examples_per_step:
         # Four windows at once, or two and two, are the same four.
         keys = [key for key in keys if key not in DATA_KEYS[-2:]]
     return [

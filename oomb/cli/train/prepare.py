@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from oomb.cli.train.settings import DEMO, TRACKERS, SettingError, TrainSettings
-from oomb.config import OFFLOADED_STATES, Config
+from oomb.cli.train.settings import DEMO, TRACKERS, TrainSettings
+from oomb.config import OFFLOADED_STATES, Config, SettingError
 from oomb.data.dataset import open_dataset, pad_batch, unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
@@ -156,7 +156,7 @@ def skipped_check(settings: TrainSettings) -> str | None:
     return unchecked(settings.dataset) if settings.skip_dataset_check else None
 
 
-def load_windows(
+def load_examples(
     settings: TrainSettings,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
@@ -173,7 +173,7 @@ def load_windows(
         packing=settings.packing,
         join=settings.dataset_join,
         vocab_size=vocab_size,
-        num_train=None if steps is None else steps * settings.windows_per_step,
+        num_train=None if steps is None else steps * settings.examples_per_step,
         num_held_out=settings.max_eval_samples,
         seed=settings.seed,
         skip_check=settings.skip_dataset_check,
@@ -190,7 +190,7 @@ def load_windows(
             f"of {settings.max_length} tokens: lower --max_length"
         )
     # config.yaml names the steps that epochs come to, and a run that goes on from it must find the same windows.
-    num_read = _steps(settings, device, split.num_examples) * settings.windows_per_step
+    num_read = _steps(settings, device, split.num_examples) * settings.examples_per_step
     return replace(split, train=split.train.first(num_read))
 
 
@@ -209,14 +209,14 @@ def _demo_steps(settings: TrainSettings, device: torch.device) -> int | None:
     return DEMO_STEPS["cuda" if device.type == "cuda" else "cpu"]
 
 
-def _steps(settings: TrainSettings, device: torch.device, num_windows: int) -> int:
-    by_epochs = math.ceil(settings.num_train_epochs * num_windows / settings.windows_per_step)
+def _steps(settings: TrainSettings, device: torch.device, num_examples: int) -> int:
+    by_epochs = math.ceil(settings.num_train_epochs * num_examples / settings.examples_per_step)
     return settings.max_steps or _demo_steps(settings, device) or max(1, by_epochs)
 
 
-def resolved(settings: TrainSettings, output_dir: Path, device: torch.device, num_windows: int) -> TrainSettings:
+def resolved(settings: TrainSettings, output_dir: Path, device: torch.device, num_examples: int) -> TrainSettings:
     """With the defaults that depend on model and data, which has so many windows: what config.yaml says of the run."""
-    steps = _steps(settings, device, num_windows)
+    steps = _steps(settings, device, num_examples)
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = min(max(steps // 10, 2), 100, steps // 2)

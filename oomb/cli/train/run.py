@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PrinterCallback
 
+from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_NOT_AS_ASKED
 from oomb.cli.progress import bytes_bar
 from oomb.cli.report.page import write_report
 from oomb.cli.train import output_dir as output_dir_module
@@ -25,7 +26,7 @@ from oomb.cli.train.display import RunInfo, TrainingDisplay
 from oomb.cli.train.prepare import Precision
 from oomb.cli.train.save_timer import KEPT, SaveTimer
 from oomb.cli.train.settings import AUTO, TrainSettings
-from oomb.cli.train.signals import EXIT_INTERRUPTED, StopRequested
+from oomb.cli.train.signals import StopRequested
 from oomb.cli.train.yaml_file import CONFIG, METRICS
 from oomb.config import Config
 from oomb.data.discover import STDLIB, find_documents
@@ -43,9 +44,6 @@ from oomb.utils import dtypes
 from oomb.utils.lock import locked
 from oomb.utils.metrics import JsonLines, MemoryMeter, machine
 from oomb.utils.units import count, gib
-
-EXIT_NOT_AS_ASKED = 1
-"""What was trained is saved, but not where it was to be, or an error ended training early."""
 
 
 def run(settings: TrainSettings, console: Console) -> int:
@@ -92,7 +90,7 @@ def _run(
     tokenizer = prepare.load_tokenizer(settings, model_config)
     vocab_size = model_config.get_text_config().vocab_size
     with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
-        split = prepare.load_windows(settings, tokenizer, vocab_size, device, report_check)
+        split = prepare.load_examples(settings, tokenizer, vocab_size, device, report_check)
     probe = BeforeAfterEval(settings, split, tokenizer)
     told = prepare.resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
     for change in output_dir_module.data_changes(replace(told, resume_from_checkpoint=resume)):
@@ -260,7 +258,7 @@ def _facts(
         title=f"{settings.model_name_or_path} on {settings.dataset}, {settings.tokens_per_step:,} tokens a step",
         tokens_per_step=settings.tokens_per_step,
         num_eval_batches=-(-held_out // settings.per_device_train_batch_size),
-        flops_per_step=None if flops is None else flops * settings.windows_per_step,
+        flops_per_step=None if flops is None else flops * settings.examples_per_step,
         peak_flops=peak_flops(torch.cuda.get_device_name(0)) if on_gpu else None,
         device_bytes=gpu_bytes if on_gpu else psutil.virtual_memory().total,
         gpu_page_bytes=placement.gpu_bytes,
@@ -349,7 +347,7 @@ def _describe(
         f"[bold]{model_name}[/]: {sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {numbers}, "
         f"on {device}",
         f"[bold]{dataset}[/]: {_what_is_read(settings, split, steps, thing)}; {_held_out(settings, split, thing)}",
-        f"{count(steps, 'step')} of {count(settings.windows_per_step, thing)}, learning rate "
+        f"{count(steps, 'step')} of {count(settings.examples_per_step, thing)}, learning rate "
         f"{trainer.args.learning_rate:g}, chunks of {config.chunk_size:,} tokens{optimizer}",
         _when_saved(settings),
     ]
@@ -386,7 +384,7 @@ def _when_saved(settings: TrainSettings) -> str:
 def _what_is_read(settings: TrainSettings, split: Split, steps: int, thing: str) -> str:
     """How many windows there are, how many of them the run reads, and how often."""
     there, read = split.num_examples, len(split.train)
-    passes = steps * settings.windows_per_step / read
+    passes = steps * settings.examples_per_step / read
     often = f"{passes:.1f} times" if passes > 1.05 else "once"
     least = "" if split.is_all_read else "at least "
     size = f" of {settings.max_length:,} tokens"

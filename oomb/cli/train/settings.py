@@ -1,301 +1,309 @@
-"""Every setting of `oomb train`, declared once: the flags, the YAML file, `--help` and docs/train.md are read off this.
+"""Declare every setting of `oomb train` once: flags, the YAML file, `--help` and docs/train.md are generated from here.
 
-No torch here: `oomb --help` reads it too.
+`oomb --help` reads this module, so it must not import torch.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
-from oomb.cli.options import ENGINE, ENGINE_OPTIONS, TRUST_REMOTE_CODE
-from oomb.config import CHOICES, Config, parse_optim_args
+from oomb.config import SettingError, parse_optim_args, setting
 from oomb.utils.units import parse_tokens
 
 DEMO = "demo"
 LATEST = "latest"
-"""As `--resume_from_checkpoint`: the newest whole checkpoint of the run."""
+"""Value of `resume_from_checkpoint`: the newest complete checkpoint of the run."""
 AUTO = "auto"
-"""The same if there is one; else a start at the first step."""
+"""Value of `resume_from_checkpoint`: the newest complete checkpoint if there is one, else start from scratch."""
 OPTIMIZERS = ("adamw_torch", "offloaded_adamw")
 TRACKERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
-"""What metrics can be reported to, and the packages that can do it."""
+"""Values of `report_to`, and the packages that provide each."""
 PACKING_IN_TRL = {"true": "windows", "false": "documents"}
 SCHEDULES = (
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt",
 )  # fmt: skip
-"""Those of transformers that need no arguments of their own."""
+"""Schedules of transformers that need no arguments."""
 
 MODEL, LORA, DATA, STEPS, OPTIMIZER = "Model", "LoRA", "Data", "Length of the run", "Optimizer"
 EVALUATION, OUTPUT, REPORTING = "Evaluation", "Output and checkpoints", "Reporting"
 PANELS = (MODEL, LORA, DATA, STEPS, OPTIMIZER, EVALUATION, OUTPUT, REPORTING)
-"""The panels of `--help`, in order; the engine's own comes last."""
-
-
-class SettingError(ValueError):
-    """A wrong value. Knows its key, so that a value from a file can be pointed at."""
-
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"--{key} {problem}")
-        self.key, self.problem = key, problem
-
-
-def setting(
-    default: Any,
-    panel: str,
-    help: str,
-    *,
-    least: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    kind: str | None = None,
-) -> Any:
-    """A field of `Settings`. `kind`: "tokens" may be written 32K, "words" is a list, "checkpoint" may stand alone,
-    "strategy" has a choice that YAML takes for false."""
-    return field(
-        default=default,
-        metadata={"panel": panel, "help": help, "least": least, "below": below, "choices": choices, "kind": kind},
-    )
+"""Groups of settings in order; the engine's come last."""
 
 
 @dataclass(kw_only=True)
 class TrainSettings:
-    """The choices of one run, named as in Hugging Face and TRL. None: a default that depends on model and data."""
+    """Settings of one run, named as in Hugging Face and TRL.
+
+    None stands for a default that depends on the model and the data. docs/train.md describes every field.
+
+    Raises:
+        SettingError: A value is wrong, or two values contradict each other.
+    """
 
     model_name_or_path: str = setting(
-        DEMO, MODEL, "A folder that save_pretrained wrote, a hub id (owner/name), or a preset with random weights."
+        DEMO,
+        "A folder written by save_pretrained, a hub id (owner/name), or a preset with random weights.",
+        panel=MODEL,
     )
     tokenizer_name: str | None = setting(
-        None, MODEL, "Folder or hub id of a tokenizer, if not the model's. Presets read bytes."
+        None, "Folder or hub id of a tokenizer. Default: the model's own; presets read bytes.", panel=MODEL
     )
-    trust_remote_code: bool = setting(False, MODEL, TRUST_REMOTE_CODE)
+    trust_remote_code: bool = setting(
+        False,
+        "Run Python code that comes with a model or tokenizer, from its folder or the hub. That code can do anything "
+        "you can. Default: refuse models that need it.",
+        panel=MODEL,
+    )
     dtype: str = setting(
         "auto",
-        MODEL,
-        "Precision of the weights: float32, bfloat16, float16, float64. auto, on a CPU: float32. On a GPU: bfloat16 if "
-        "they are frozen (LoRA) or --optim offloaded_adamw keeps small updates; else float32 if weights, gradients and "
-        "AdamW then take half of the GPU at the most; else bfloat16, with a warning.",
+        "Precision of the weights: float32, bfloat16, float16 or float64. auto on a CPU: float32. auto on a GPU: "
+        "bfloat16 if the weights are frozen (LoRA) or --optim offloaded_adamw keeps small updates; else float32 if "
+        "weights, gradients and AdamW states take at most half of the GPU; else bfloat16, with a warning.",
+        panel=MODEL,
     )
     bf16: bool | None = setting(
         None,
-        MODEL,
-        "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU, where --dtype auto comes to "
-        "float32, and with --use_peft on weights in bfloat16, since adapters are float32.",
+        "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU, if --dtype auto chooses "
+        "float32, or with --use_peft on bfloat16 weights (adapters are float32).",
+        panel=MODEL,
     )
-    device: str = setting("auto", MODEL, "auto (a GPU if there is one), cpu, cuda or cuda:0.")
-    seed: int = setting(42, MODEL, "Seed of new weights, of the order of the data and of dropout.", least=0)
+    device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N.", panel=MODEL)
+    seed: int = setting(42, "Seed of new weights, data order, dropout, needles and samples.", panel=MODEL, minimum=0)
 
     use_peft: bool = setting(
-        False, LORA, "Train LoRA adapters instead of the weights, in much less memory. Needs peft."
+        False, "Train LoRA adapters instead of all weights, which takes far less memory. Needs peft.", panel=LORA
     )
-    lora_r: int = setting(16, LORA, "Rank of the adapters.", least=1)
-    lora_alpha: int = setting(32, LORA, "The adapters are scaled by lora_alpha / lora_r.", least=1)
-    lora_dropout: float = setting(0.0, LORA, "Dropout before the adapters.", least=0, below=1)
+    lora_r: int = setting(16, "Rank of the adapters.", panel=LORA, minimum=1)
+    lora_alpha: int = setting(
+        32, "Scale of the adapters: their output is multiplied by lora_alpha / lora_r.", panel=LORA, minimum=1
+    )
+    lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.", panel=LORA, minimum=0, below=1)
     lora_target_modules: str = setting(
         "all-linear",
-        LORA,
-        "Layers that get adapters: all-linear, or names with commas between, as in q_proj,v_proj.",
+        "Layers that get adapters: all-linear, or comma-separated names, such as q_proj,v_proj.",
+        panel=LORA,
         kind="words",
     )
     load_in_4bit: bool = setting(
-        False,
-        LORA,
-        "Keep the frozen weights in 4 bits (QLoRA, NF4). Needs --use_peft, a GPU and bitsandbytes.",
+        False, "Keep the frozen weights in 4 bits (QLoRA, NF4). Needs --use_peft, a GPU and bitsandbytes.", panel=LORA
     )
 
     dataset: str = setting(
         "stdlib",
-        DATA,
-        "A text file, a folder of them, JSON lines (text, prompt and completion, or messages of a conversation), "
-        "Parquet, a folder that datasets saved or that oomb tokenize wrote, or stdlib: Python's own library source.",
+        "A text file, a folder of text files, JSON lines (text, prompt and completion, or chat messages), Parquet, a "
+        "folder saved by datasets or oomb tokenize, or stdlib: the source of Python's standard library.",
+        panel=DATA,
     )
     max_length: int = setting(
-        16384, DATA, "Context: tokens per training window. 16384 and 16K are the same.", least=2, kind="tokens"
+        16384,
+        "Context: tokens per example, 16384 or 16K. Longer documents are split.",
+        panel=DATA,
+        unit="tokens",
+        minimum=2,
     )
-
     packing: str = setting(
         "auto",
-        DATA,
-        "windows: documents joined and cut into full windows; documents: each by itself, long ones in pieces. auto: "
-        "windows of text, documents of conversations.",
+        "windows: join documents and cut the result into examples of --max_length. documents: one example per "
+        "document, long ones split. auto: windows for text, documents for conversations.",
+        panel=DATA,
         choices=("auto", "windows", "documents"),
     )
     dataset_join: str = setting(
         "documents",
-        DATA,
-        "What a folder of text files is: documents, one a file; or a repository, one document with their names in it.",
+        "How a folder of text files is read. documents: each file is one. repository: all files are one document, each "
+        "after a line with its path.",
+        panel=DATA,
         choices=("documents", "repository"),
     )
     skip_dataset_check: bool = setting(
         False,
-        DATA,
-        "Do not compare the checksums of a folder that oomb tokenize wrote: for sets so large that reading them once "
-        "takes too long. Damaged token ids would then be trained on.",
+        "Skip the checksums of a folder written by oomb tokenize, for datasets that take too long to read in full. "
+        "Damaged token ids would then go unnoticed.",
+        panel=DATA,
     )
 
     max_steps: int | None = setting(
         None,
-        STEPS,
-        "Optimizer steps, whatever --num_train_epochs says. Default: by epochs; the demo: 20, on a GPU 200.",
-        least=1,
+        "Optimizer steps; overrides --num_train_epochs. Default: from the epochs; for the demo 20, on a GPU 200.",
+        panel=STEPS,
+        minimum=1,
     )
     num_train_epochs: float = setting(
-        1.0, STEPS, "Times the data is read, if --max_steps is not given. Below 1: so much of it.", least=0
+        1.0, "Passes over the data, if --max_steps is not given. 0.5 reads half of it.", panel=STEPS, minimum=0
     )
-    per_device_train_batch_size: int = setting(1, STEPS, "Windows, or documents, computed at once.", least=1)
-    gradient_accumulation_steps: int = setting(1, STEPS, "Batches per optimizer step.", least=1)
+    per_device_train_batch_size: int = setting(1, "Examples per batch.", panel=STEPS, minimum=1)
+    gradient_accumulation_steps: int = setting(1, "Batches per optimizer step.", panel=STEPS, minimum=1)
 
     optim: str = setting(
         "adamw_torch",
-        OPTIMIZER,
-        "adamw_torch, or offloaded_adamw: its states, and float32 copies of 16-bit weights, lie in host memory.",
+        "offloaded_adamw keeps AdamW's states, and float32 copies of 16-bit weights, in host memory.",
+        panel=OPTIMIZER,
         choices=OPTIMIZERS,
     )
     optim_args: str | None = setting(
         None,
-        OPTIMIZER,
-        "For offloaded_adamw, as in state_dtype=bfloat16,master_weights=false; state_dtype: float32, bfloat16, 8bit.",
+        "Options of offloaded_adamw, such as state_dtype=bfloat16,master_weights=false. state_dtype: float32, bfloat16 "
+        "or 8bit.",
+        panel=OPTIMIZER,
     )
     learning_rate: float | None = setting(
-        None, OPTIMIZER, "Peak learning rate. Default: 5e-5; with LoRA 2e-4; the demo: 4e-3.", least=0, below=10
+        None,
+        "Peak learning rate. Default: 5e-5; with LoRA 2e-4; for the demo 4e-3.",
+        panel=OPTIMIZER,
+        minimum=0,
+        below=10,
     )
     lr_scheduler_type: str = setting(
-        "cosine", OPTIMIZER, "What the rate does after the warm-up: cosine, linear, constant, …", choices=SCHEDULES
+        "cosine", "Learning rate schedule after the warmup.", panel=OPTIMIZER, choices=SCHEDULES
     )
     warmup_steps: int | None = setting(
-        None, OPTIMIZER, "Steps to reach the peak rate. Default: a tenth, at most 100.", least=0
+        None,
+        "Steps of linear warmup to the peak rate. Default: a tenth of all steps, at most 100.",
+        panel=OPTIMIZER,
+        minimum=0,
     )
-    warmup_ratio: float | None = setting(None, OPTIMIZER, "The same as a share of all steps.", least=0, below=1)
-    weight_decay: float = setting(0.0, OPTIMIZER, "AdamW's weight decay.", least=0)
-    adam_beta1: float = setting(0.9, OPTIMIZER, "How long AdamW remembers gradients.", least=0, below=1)
-    adam_beta2: float = setting(0.999, OPTIMIZER, "How long AdamW remembers their squares.", least=0, below=1)
-    adam_epsilon: float = setting(1e-8, OPTIMIZER, "Added where AdamW divides.", least=0)
-    max_grad_norm: float = setting(1.0, OPTIMIZER, "Clip gradients to this norm; 0: never.", least=0)
+    warmup_ratio: float | None = setting(
+        None, "Warmup as a fraction of all steps, instead of --warmup_steps.", panel=OPTIMIZER, minimum=0, below=1
+    )
+    weight_decay: float = setting(0.0, "AdamW's weight decay.", panel=OPTIMIZER, minimum=0)
+    adam_beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", panel=OPTIMIZER, minimum=0, below=1)
+    adam_beta2: float = setting(0.999, "AdamW's decay rate of the second moment.", panel=OPTIMIZER, minimum=0, below=1)
+    adam_epsilon: float = setting(1e-8, "AdamW's epsilon.", panel=OPTIMIZER, minimum=0)
+    max_grad_norm: float = setting(
+        1.0, "Clip the gradient norm to this value. 0: no clipping.", panel=OPTIMIZER, minimum=0
+    )
     max_skipped_steps: int = setting(
         0,
-        OPTIMIZER,
         "Skip up to this many steps whose loss or gradient norm is NaN or infinite, then stop. 0: stop at the first.",
-        least=0,
+        panel=OPTIMIZER,
+        minimum=0,
     )
 
     max_eval_samples: int = setting(
         1,
-        EVALUATION,
-        "Windows held out, the first of the text, for a loss before and after: a fifth of it at most, or one of fewer "
-        "than five. 0: none.",
-        least=0,
+        "Examples to hold out, the first of the data, at most a fifth of it (or one, if there are fewer than five). "
+        "0: none.",
+        panel=EVALUATION,
+        minimum=0,
     )
     eval_strategy: str = setting(
         "no",
-        EVALUATION,
-        "When to compute the held-out loss while training: no, steps or epoch.",
+        "When to compute the held-out loss during training.",
+        panel=EVALUATION,
         choices=("no", "steps", "epoch"),
         kind="strategy",
     )
-    eval_steps: int | None = setting(None, EVALUATION, "Every so many steps; makes --eval_strategy steps.", least=1)
-
+    eval_steps: int | None = setting(
+        None, "Steps between held-out losses; implies --eval_strategy steps.", panel=EVALUATION, minimum=1
+    )
     needle_lengths: str | None = setting(
         None,
-        EVALUATION,
-        "Before and after, hide needles in texts of so many tokens, as in 4K,16K, and ask for them.",
+        "Haystack lengths in tokens, such as 4K,16K. Default: no needles.",
+        panel=EVALUATION,
         kind="words",
     )
     needle_depths: int = setting(
-        5, EVALUATION, "Parts of such a text that are asked about, each with one question.", least=1, below=101
+        5, "Parts of each haystack, with one question each.", panel=EVALUATION, minimum=1, below=101
     )
     needle_candidates: int = setting(
-        4, EVALUATION, "Needles in each part, 2 to 9: what the model chooses from.", least=2, below=10
+        4, "Needles in each part, 2 to 9, that the model chooses from.", panel=EVALUATION, minimum=2, below=10
     )
     needle_haystacks: int = setting(
-        4, EVALUATION, "Texts of each length. Each takes two passes before training and two after.", least=1
+        4, "Haystacks of each length, with two forward passes each.", panel=EVALUATION, minimum=1
     )
     sample_tokens: int = setting(
-        64, EVALUATION, "Before and after, let the model write so many tokens, for the report. 0: none.", least=0
+        64, "Let the model continue the text by this many tokens. 0: no sample.", panel=EVALUATION, minimum=0
     )
 
-    output_dir: str | None = setting(None, OUTPUT, "Where to save. Default: a new folder under runs/.")
+    output_dir: str | None = setting(None, "Folder of the run. Default: a new one under runs/.", panel=OUTPUT)
     overwrite_output_dir: bool = setting(
-        False, OUTPUT, "Write into an --output_dir that holds what an earlier run has trained."
+        False, "Write into an --output_dir that holds the results of an earlier run.", panel=OUTPUT
     )
     save_steps: int | None = setting(
-        None,
-        OUTPUT,
-        "Write a checkpoint to resume from every so many steps, besides those of --save_minutes.",
-        least=1,
+        None, "Steps between checkpoints, in addition to those of --save_minutes.", panel=OUTPUT, minimum=1
     )
     save_minutes: float = setting(
         30.0,
-        OUTPUT,
-        "Write a checkpoint after a step when so many minutes have passed since the last or since the start. 0: never.",
-        least=0,
+        "Write a checkpoint after the first step that ends this many minutes after the last one. 0: never.",
+        panel=OUTPUT,
+        minimum=0,
     )
     save_total_limit: int | None = setting(
         None,
-        OUTPUT,
-        "Keep so many checkpoints, the newest. Default: all of --save_steps, the newest 2 of --save_minutes.",
-        least=1,
+        "Number of checkpoints to keep, the newest. Default: all of --save_steps, the newest 2 of --save_minutes.",
+        panel=OUTPUT,
+        minimum=1,
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        OUTPUT,
-        "Go on from this checkpoint-N folder; latest, or no value: from the newest whole one in --output_dir; auto: "
-        "the same, or from the first step where there is none.",
+        "Resume from a checkpoint-N folder. latest (or no value): the newest complete checkpoint in --output_dir. "
+        "auto: latest if there is one, otherwise start from scratch.",
+        panel=OUTPUT,
         kind="checkpoint",
     )
 
-    logging_steps: int = setting(1, REPORTING, "Report loss and speed every so many steps.", least=1)
+    logging_steps: int = setting(1, "Steps between reports of loss and speed.", panel=REPORTING, minimum=1)
     report_to: str = setting(
         "none",
-        REPORTING,
-        "Besides metrics.jsonl: tensorboard, wandb, trackio, or several with commas between.",
+        "Trackers to report to besides metrics.jsonl: tensorboard, wandb, trackio, or several, separated by commas.",
+        panel=REPORTING,
         kind="words",
     )
-    run_name: str | None = setting(None, REPORTING, "The run's name in these. Default: that of its folder.")
-    report: bool = setting(True, REPORTING, "Write OUTPUT_DIR/report.html at the end.")
+    run_name: str | None = setting(
+        None, "Name of the run in trackers. Default: the name of its folder.", panel=REPORTING
+    )
+    report: bool = setting(True, "Write OUTPUT_DIR/report.html at the end.", panel=REPORTING)
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """Fields of `oomb.Config`."""
+    """Fields of `oomb.Config` that differ from its defaults."""
 
     def __post_init__(self) -> None:
-        for described in own_fields():
-            _check(described, getattr(self, described.name))
-        if self.learning_rate == 0:
-            raise SettingError("learning_rate", "is 0; it must be above 0, 5e-5 for example")
-        if self.num_train_epochs == 0:
-            raise SettingError("num_train_epochs", "is 0; it must be above 0")
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise SettingError("warmup_ratio", "and --warmup_steps say the same thing: give one of them")
-        if self.eval_steps is not None:
-            if self.eval_strategy == "epoch":
-                raise SettingError("eval_steps", "does not go with --eval_strategy epoch: leave one of them out")
-            self.eval_strategy = "steps"
-        elif self.eval_strategy == "steps":
-            raise SettingError("eval_strategy", "steps needs --eval_steps, as in --eval_steps 100")
-        if self.eval_strategy != "no" and self.max_eval_samples == 0:
-            raise SettingError("eval_strategy", f"{self.eval_strategy} needs text held out: raise --max_eval_samples")
+        for described in train_fields():
+            check_value(described.name, getattr(self, described.name))
+        self._check_schedule()
+        self._check_evaluation()
         if self.optim_args is not None and self.optim != "offloaded_adamw":
-            raise SettingError("optim_args", "are those of --optim offloaded_adamw; name that, or leave them out")
+            raise SettingError("optim_args", "needs --optim offloaded_adamw: add that, or leave it out")
         self.optimizer_options()
-        _ = self.needle_sizes
         for name in self.trackers:
             if name not in TRACKERS:
                 raise SettingError("report_to", f"{name!r} is unknown; use none, {', '.join(TRACKERS)}")
         if self.load_in_4bit and not self.use_peft:
-            raise SettingError("load_in_4bit", "keeps weights that cannot be trained: add --use_peft")
+            raise SettingError("load_in_4bit", "needs --use_peft: weights in 4 bits cannot be trained")
+
+    def _check_schedule(self) -> None:
+        if self.learning_rate == 0:
+            raise SettingError("learning_rate", "is 0; it must be above 0, such as 5e-5")
+        if self.num_train_epochs == 0:
+            raise SettingError("num_train_epochs", "is 0; it must be above 0")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise SettingError("warmup_ratio", "and --warmup_steps are both given: pass only one")
+
+    def _check_evaluation(self) -> None:
+        if self.eval_steps is not None:
+            if self.eval_strategy == "epoch":
+                raise SettingError("eval_steps", "contradicts --eval_strategy epoch: leave one of them out")
+            self.eval_strategy = "steps"
+        elif self.eval_strategy == "steps":
+            raise SettingError("eval_strategy", "steps needs --eval_steps, such as --eval_steps 100")
+        if self.eval_strategy != "no" and self.max_eval_samples == 0:
+            raise SettingError(
+                "eval_strategy", f"{self.eval_strategy} needs held-out examples: raise --max_eval_samples"
+            )
+        _ = self.needle_sizes  # raises for a length that is not a number of tokens
 
     @property
     def is_demo(self) -> bool:
         return self.model_name_or_path == DEMO
 
     @property
-    def windows_per_step(self) -> int:
+    def examples_per_step(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
-        return self.max_length * self.windows_per_step
+        return self.max_length * self.examples_per_step
 
     @property
     def trackers(self) -> list[str]:
@@ -305,153 +313,66 @@ class TrainSettings:
     def target_modules(self) -> str | list[str]:
         names = [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
         if not names:
-            raise SettingError("lora_target_modules", "names no layer; use all-linear, or names as in q_proj,v_proj")
+            raise SettingError("lora_target_modules", "names no layer; use all-linear, or names such as q_proj,v_proj")
         return names[0] if names == ["all-linear"] else names
 
     @property
     def needle_sizes(self) -> tuple[int, ...]:
-        return tuple(_tokens("needle_lengths", length) for length in (self.needle_lengths or "").split(",") if length)
+        return token_list("needle_lengths", self.needle_lengths)
 
     def optimizer_options(self) -> dict[str, Any]:
-        """What `--optim_args` says. Small updates are kept exactly unless told otherwise."""
-        try:
-            return {"state_dtype": "float32", "master_weights": True, **parse_optim_args(self.optim_args)}
-        except ValueError as error:
-            raise SettingError("optim_args", str(error)) from None
+        """Return the options of the offloaded AdamW. By default it keeps states and master weights in float32."""
+        return {"state_dtype": "float32", "master_weights": True, **parse_optim_args(self.optim_args)}
 
 
-def own_fields() -> list[Field[Any]]:
-    """All fields but the engine's."""
+def train_fields() -> list[Field[Any]]:
+    """Return the fields of `TrainSettings` except `engine`."""
     return [described for described in fields(TrainSettings) if described.name != "engine"]
 
 
 def check_value(key: str, value: Any) -> None:
-    """For commands that take some of the settings. Raises `SettingError`."""
-    _check(next(described for described in own_fields() if described.name == key), value)
+    """Check one setting against its limits and choices.
 
-
-def plain_type(annotation: Any) -> tuple[type, bool]:
-    """(type, whether None will do) of an annotation such as `int | None`."""
-    if get_origin(annotation) in (types.UnionType, Union):
-        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-        return kinds[0], True
-    return annotation, False
-
-
-TYPES: dict[str, tuple[type, bool]] = {
-    name: plain_type(hint) for name, hint in get_type_hints(TrainSettings).items() if name != "engine"
-}
-ENGINE_TYPES: dict[str, tuple[type, bool]] = {
-    name: plain_type(get_args(annotation)[0]) for name, (annotation, _) in ENGINE_OPTIONS.items()
-}
-KNOWN = {**TYPES, **ENGINE_TYPES}
-"""Every key of a run's YAML file."""
-
-
-def as_setting(key: str, value: Any) -> Any:
-    """A value from a YAML file as the key's type. Raises `SettingError` where it is of another."""
-    kind, optional = KNOWN[key]
-    special = next((f.metadata["kind"] for f in own_fields() if f.name == key), None)
-    if special == "checkpoint" and isinstance(value, bool):
-        return LATEST if value else None
-    if special == "words" and isinstance(value, list) and all(isinstance(word, str) for word in value):
-        return ",".join(value)
-    if special == "strategy" and value is False:
-        return "no"  # which is how YAML reads it
-    if value is None:
-        if optional:
-            return None
-        raise SettingError(key, f"is empty; it must be {_name_of(kind)}")
-    if key in ENGINE_TYPES and kind is str and isinstance(value, bool):
-        # YAML reads off as false.
-        return "off" if value is False and "off" in CHOICES.get(key, ()) else str(value).lower()
-    if key == "packing" and isinstance(value, bool):
-        return str(value).lower()
-    if special == "tokens":
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise SettingError(key, f"is {value!r}; it must be a number of tokens, 16384 or 16K")
-        return _tokens(key, value)
-    converted = _converted(kind, value)
-    if converted is None:
-        raise SettingError(key, f"is {value!r}; it must be {_name_of(kind)}")
-    return converted
-
-
-def _converted(kind: type, value: Any) -> Any:
-    if kind is bool:
-        words = {"true": True, "false": False}
-        return value if isinstance(value, bool) else words.get(value.lower()) if isinstance(value, str) else None
-    if isinstance(value, bool):
-        return None
-    if kind is int:
-        return value if isinstance(value, int) else None
-    if kind is float and isinstance(value, int | float | str):
-        # YAML reads 1e-5, without a point, as text.
-        try:
-            return float(value)
-        except ValueError:
-            return None
-    if kind is str and isinstance(value, str | int | float):
-        return str(value)
-    return None
-
-
-def _tokens(key: str, value: int | str) -> int:
-    try:
-        return parse_tokens(str(value), f"--{key}")
-    except ValueError as error:
-        raise SettingError(key, str(error).removeprefix(f"--{key} ")) from None
-
-
-def from_flag(key: str, value: Any) -> Any:
-    """A value from the command line, which has its type already, but for tokens."""
-    described = next((f for f in own_fields() if f.name == key), None)
-    if described is not None and described.metadata["kind"] == "tokens":
-        return _tokens(key, value)
-    return value
-
-
-def _name_of(kind: type) -> str:
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
-
-
-def _check(described: Field[Any], value: Any) -> None:
+    Raises:
+        SettingError: The value is not accepted.
+    """
     if value is None:
         return
-    key, limits = described.name, described.metadata
-    least, below, choices = limits["least"], limits["below"], limits["choices"]
+    limits = next(described for described in train_fields() if described.name == key).metadata
+    minimum, below, choices = limits["minimum"], limits["below"], limits["choices"]
     if key == "packing" and str(value).lower() in PACKING_IN_TRL:
         word = str(value).lower()
-        raise SettingError(key, f"takes a word here: {PACKING_IN_TRL[word]} is what {word} is in TRL, or use auto")
+        raise SettingError(key, f"is {word}; use {PACKING_IN_TRL[word]}, which is what TRL does for {word}, or auto")
     if choices is not None and value not in choices:
         raise SettingError(key, f"{value!r} is unknown; use one of {', '.join(choices)}")
-    # Written so that NaN, which compares as false, is refused.
-    if least is not None and not value >= least:
-        raise SettingError(key, f"is {value}; it must be {least} or more")
+    # Negated comparisons, so that NaN is refused.
+    if minimum is not None and not value >= minimum:
+        raise SettingError(key, f"is {value}; it must be {minimum} or more")
     if below is not None and not value < below:
         raise SettingError(key, f"is {value}; it must be below {below}")
 
 
-def by_panel(settings: TrainSettings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(panel, its keys and values), the engine's last."""
-    values = asdict(settings)
-    for panel in PANELS:
-        yield panel, {f.name: values[f.name] for f in own_fields() if f.metadata["panel"] == panel}
-    defaults = asdict(Config())
-    yield ENGINE, {name: defaults[name] for name in ENGINE_OPTIONS} | settings.engine
+def tokens_of(key: str, value: int | str) -> int:
+    """Return a number of tokens, which may be written 32K.
+
+    Raises:
+        SettingError: It is not one.
+    """
+    try:
+        return parse_tokens(str(value))
+    except ValueError as error:
+        raise SettingError(key, str(error)) from None
 
 
-def settings_table() -> str:
-    """Every setting as Markdown, for docs/train.md."""
-    rows: dict[str, list[str]] = {panel: [] for panel in (*PANELS, ENGINE)}
-    for described in own_fields():
-        rows[described.metadata["panel"]].append(_row(described.name, described.default, described.metadata["help"]))
-    for name, (annotation, default) in ENGINE_OPTIONS.items():
-        rows[ENGINE].append(_row(name, default, get_args(annotation)[1].help))
-    head = "| setting | default | meaning |\n|---|---|---|\n"
-    return "\n\n".join(f"### {panel}\n\n{head}" + "\n".join(lines) for panel, lines in rows.items()) + "\n"
+def token_list(key: str, text: str | None) -> tuple[int, ...]:
+    """Return comma-separated numbers of tokens, such as 4K,16K; none for None.
 
-
-def _row(name: str, default: Any, meaning: str) -> str:
-    shown = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
-    return f"| `{name}` | {shown} | {meaning} |"
+    Raises:
+        SettingError: One of them is not a number of tokens, or there is none.
+    """
+    if not text:
+        return ()
+    lengths = [part for part in text.split(",") if part.strip()]
+    if not lengths:
+        raise SettingError(key, f"{text!r} names no length; write 4K,16K")
+    return tuple(tokens_of(key, length) for length in lengths)

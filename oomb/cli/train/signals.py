@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 129, 130, 143
+from oomb.cli.errors import EXIT_INTERRUPTED
+
 SIGHUP = getattr(signal, "SIGHUP", None)
 """A terminal or a connection that is gone; only Unix knows of it."""
 

@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from oomb.cli.train.aliases import setting_of
-from oomb.cli.train.settings import KNOWN, SettingError, TrainSettings, as_setting, by_panel
+from oomb.cli.train.schema import KNOWN, by_panel, from_yaml
+from oomb.cli.train.settings import TrainSettings
+from oomb.config import SettingError
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 """What every run has in its folder."""
@@ -79,7 +81,7 @@ def read(path: Path) -> FileSettings:
             key = setting_of(written)
             if key not in KNOWN:
                 raise ValueError(f"{path}, line {line}: unknown setting {key!r}{_nearest(key, KNOWN)}")
-            value = as_setting(key, constructor.construct_object(value_node, deep=True))
+            value = from_yaml(key, constructor.construct_object(value_node, deep=True))
         except SettingError as error:
             raise ValueError(f"{path}, line {line}: {written} {error.problem}") from None
         except yaml.YAMLError as error:
