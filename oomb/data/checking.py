@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from oomb.data.manifest import DOCUMENTS, LEARNT, MANIFEST, SUMS
+from oomb.utils.checksums import file_sha256
 
 Report = Callable[[int, int], None]
 """Called with the bytes that are checked, and with all of them."""
@@ -113,14 +113,8 @@ def _mapped(path: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def checksum(path: Path) -> str:
-    """Return the sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_sum(path: Path, expected: str) -> None:
-    found = checksum(path)
+    found = file_sha256(path)
     if found != expected:
         raise _damaged(path, f"its sha256 is {found[:SHOWN]}…, and {MANIFEST} says {expected[:SHOWN]}…")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from oomb.data.encode import EncodeStats
+from oomb.utils.checksums import SignedJson, sha256
 
 FORMAT = "oomb tokens"
 VERSION = 1
@@ -17,6 +17,7 @@ SHARDS = "tokens-*.npy"
 
 CHECKSUM = "checksum"
 """The key of a JSON file's own checksum. Folders of earlier releases lack it."""
+SIGNED = SignedJson(CHECKSUM, sha256)
 SUMS = "sha256"
 """The key of the checksums of documents.npy and learnt.npy, which came together with `CHECKSUM`."""
 
@@ -63,19 +64,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def with_checksum(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the same with a checksum of it under a key of its own: of what it says, not of how JSON writes it."""
-    return {**value, CHECKSUM: _checksum_of(value)}
-
-
 def is_intact(value: dict[str, Any]) -> bool:
     """Return whether the values match their checksum, if they have one."""
-    rest = {key: one for key, one in value.items() if key != CHECKSUM}
-    return CHECKSUM not in value or value[CHECKSUM] == _checksum_of(rest)
-
-
-def _checksum_of(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return CHECKSUM not in value or SIGNED.is_intact(value)
 
 
 def _parsed(folder: Path) -> dict[str, Any] | None:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oomb.data.checking import Report, check_shards, checksum, read_index
+from oomb.data.checking import Report, check_shards, read_index
 from oomb.data.encode import Encoded, Encoder, EncodeStats
 from oomb.data.manifest import (
     DOCUMENTS,
@@ -31,18 +30,20 @@ from oomb.data.manifest import (
     LEARNT,
     MANIFEST,
     SHARDS,
+    SIGNED,
     SUMS,
     VERSION,
     is_intact,
     read_manifest,
-    with_checksum,
 )
 from oomb.data.tokens import MappedArray, Tokens
+from oomb.utils import files
+from oomb.utils.checksums import file_sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OURS = (MANIFEST, DOCUMENTS, LEARNT, SHARDS, "shard-*.json", ".partial-*")
+OURS = (MANIFEST, DOCUMENTS, LEARNT, SHARDS, "shard-*.json", ".*partial-*")
 
 
 def open_tokens(
@@ -123,7 +124,7 @@ def is_finished(folder: Path, number: int, digest: str) -> bool:
     """Whether a shard is there, of this plan, and whole."""
     try:
         record = json.loads(record_path(folder, number).read_text())
-        found = checksum(folder / tokens_name(number))
+        found = file_sha256(folder / tokens_name(number))
     except (OSError, ValueError):
         return False
     return is_intact(record) and record.get("digest") == digest and record.get("sha256") == found
@@ -188,7 +189,7 @@ def remove(folder: Path, *patterns: str) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """With a checksum of its own."""
-    _write(path, lambda file: file.write(json.dumps(with_checksum(value), indent=None).encode()))
+    _write(path, lambda file: file.write(SIGNED.dumps(value).encode()))
 
 
 def write_array(path: Path, values: np.ndarray) -> str:
@@ -209,22 +210,14 @@ class _Summed:
 
 
 def _write(path: Path, write: Any) -> str:
-    """Under another name, and renamed when it is whole and on the disk."""
-    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+    """Return the checksum of a file that is written whole or not at all."""
     try:
-        with partial.open("wb") as file:
+        with files.atomic_file(path) as file:
             summed = _Summed(file)
             write(summed)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ValueError(
             f"{path} cannot be written: {error.strerror or error}; finished shards are kept: mend that, and run the "
             "same command again"
         ) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     return summed.sum.hexdigest()

@@ -108,7 +108,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     work = Work(source, order, sizes, borders, job.output, kind, digest, encoder.dtype)
 
     job.output.mkdir(parents=True, exist_ok=True)
-    shards.remove(job.output, ".partial-*")
+    shards.remove(job.output, ".*partial-*")
     manifest = None if job.overwrite else read_manifest(job.output)
     finished: set[int] = set()
     if manifest is not None:
@@ -129,7 +129,7 @@ def tokenize(job: Job, report: Report = lambda done, total: None) -> Result:
     # Also while it was read.
     _check_unchanged(job, plan, {**plan, "files": _source_facts(job, source)})
     manifest = shards.finish(job.output, plan, num_shards, source.name)
-    shards.remove(job.output, "shard-*.json", ".partial-*")
+    shards.remove(job.output, "shard-*.json", ".*partial-*")
     return _result(job, manifest, len(finished), source.notes)
 
 
@@ -152,7 +152,7 @@ def _check_output(job: Job) -> None:
     if not os.access(parent, os.W_OK):
         raise ValueError(f"--output {job.output} cannot be written: {parent} is read-only for you")
     if job.output.is_dir() and find(job.output) is None:
-        others = sorted(path.name for path in job.output.iterdir() if not path.name.startswith(".partial-"))
+        others = sorted(path.name for path in job.output.iterdir() if not path.match(".*partial-*"))
         if others:
             raise ValueError(f"--output {job.output} holds other files ({others[0]}, …); name another folder")
     if job.dataset != STDLIB and job.output.resolve().is_relative_to(Path(job.dataset).expanduser().resolve()):

@@ -33,7 +33,7 @@ from oomb.models.probe import model_shape
 from oomb.models.shape import ModelShape
 from oomb.planner.flops import step_flops
 from oomb.planner.hardware import peak_flops
-from oomb.utils import metrics, units
+from oomb.utils import files, metrics, units
 
 MODES = ("oomb", "standard")
 FASTEST_FIRST = [
@@ -118,7 +118,7 @@ class Report:
         """Write settings, machine and results to a JSON file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        files.write_text(path, json.dumps(asdict(self), indent=1) + "\n")
         return path
 
     @property

@@ -24,7 +24,7 @@ from oomb.planner.hardware import Machine
 from oomb.planner.placement import place
 from oomb.planner.request import SAFETY_SHARE, MemoryTerm
 from oomb.planner.suggest import Suggestions, suggest_settings
-from oomb.utils import dtypes, units
+from oomb.utils import dtypes, files, units
 from oomb.utils.units import parse_bytes, short_tokens
 
 TIERS = {GPU: "GPU", HOST: "host"}
@@ -180,7 +180,7 @@ class PlanReport:
     def save(self, path: str | Path) -> Path:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        files.write_text(path, json.dumps(self.as_dict(), indent=1) + "\n")
         return path
 
     def plot(self, path: str | Path) -> Path:

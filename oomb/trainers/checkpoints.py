@@ -15,34 +15,25 @@ import errno
 import json
 import os
 import re
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import psutil
-
+from oomb.utils import files
+from oomb.utils.checksums import SignedJson, file_crc32, sampled_crc32
 from oomb.utils.units import exact_bytes
 
 MANIFEST = "oomb_manifest.json"
 STATE = "trainer_state.json"
 """What transformers writes last, and so the sign of a whole checkpoint where there is no manifest."""
+SIGNED = SignedJson("crc32", crc32, indent=1)
 VERSION = 2
-"""Of the manifest. In version 1, checksums of files above 64 MiB cover a sample of them (`_sample_checksum`)."""
-PIECE = 2**26
-"""Files are read in pieces of this size, several at a time: a CRC-32 of one piece runs at about 1 GB/s per core."""
-NUM_READERS = min(8, os.cpu_count() or 1)
-
+"""Of the manifest. In version 1, checksums of files above 64 MiB cover a sample of them (`sampled_crc32`)."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>partial|old|gone)-(?P<pid>\d+)")
-_ours: set[Path] = set()
-"""The hidden folders that this process is at work on. A process in a container often has the number of the one before
-it, so the number alone does not tell."""
 STEADY_NS = 2 * 10**9
 _verified: set[tuple[Path, tuple[Any, ...]]] = set()
 """Checkpoints that this process has read in full, with the state of their files then: a resume checks more than once
@@ -63,31 +54,17 @@ def write(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Iter
     nothing. What cannot be written raises `NotSaved`; where `needed_bytes` are not free, or `keep_free_bytes` would not
     be afterwards, before anything is."""
     folder = folder.absolute()
-    hidden = _hidden(folder, "partial")
     try:
-        try:
-            if needed_bytes + keep_free_bytes > free_bytes(folder.parent):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            _delete(hidden)
-            _ours.add(hidden)
-            (hidden / folder.name).mkdir(parents=True)
-            yield hidden / folder.name
-            seal(hidden / folder.name)
-            _put(hidden / folder.name, folder)
-        finally:
-            # Before the error is described: what was written of it must not count as taken.
-            _delete(hidden)
-            _ours.discard(hidden)
+        if needed_bytes + keep_free_bytes > files.free_bytes(folder.parent):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with files.atomic_folder(folder) as partial:
+            yield partial
+            seal(partial)
     except Exception as error:
-        if not is_failure_to_write(error):
+        # What was written of it is deleted by now, and does not count as taken.
+        if not files.is_write_error(error):
             raise
         raise CheckpointNotSaved(_what_failed(folder, needed_bytes, keep_free_bytes, error)) from error
-    try:
-        sync_folder(folder.parent)
-    except OSError as error:
-        warnings.warn(
-            f"{folder} is written, but a power cut may take its name away ({error.strerror or error})", stacklevel=3
-        )
 
 
 def check(folder: Path | str, only: Callable[[str], bool] = lambda name: True) -> None:
@@ -117,10 +94,10 @@ def _problem(folder: Path, *, in_full: bool = True, only: Callable[[str], bool] 
     if not folder.is_dir():
         return f"{folder} is no checkpoint: there is no such folder"
     try:
-        files = _manifest(folder)
+        entries = _manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{folder} is damaged: {MANIFEST} cannot be read ({error})"
-    if files is None:
+    if entries is None:
         try:
             int(json.loads((folder / STATE).read_text())["global_step"])
         except FileNotFoundError:
@@ -129,14 +106,14 @@ def _problem(folder: Path, *, in_full: bool = True, only: Callable[[str], bool] 
             return f"{folder} is damaged: {STATE} cannot be read ({error})"
         return None
     try:
-        return _difference(folder, {name: entry for name, entry in files.items() if only(name)}, in_full)
+        return _difference(folder, {name: entry for name, entry in entries.items() if only(name)}, in_full)
     except OSError as error:
         return f"{folder} is damaged: {error.filename or 'a file'} cannot be read ({error.strerror or error})"
 
 
-def _difference(folder: Path, files: dict[str, tuple[int, int, bool]], in_full: bool) -> str | None:
+def _difference(folder: Path, entries: dict[str, tuple[int, int, bool]], in_full: bool) -> str | None:
     """Return how the files differ from their manifest, or None."""
-    for name, (size, _, _) in files.items():
+    for name, (size, _, _) in entries.items():
         path = folder / name
         if not path.is_file():
             return f"{folder} is damaged: {name} is missing"
@@ -144,11 +121,11 @@ def _difference(folder: Path, files: dict[str, tuple[int, int, bool]], in_full: 
             return f"{folder} is damaged: {name} has {path.stat().st_size:,} bytes and {size:,} were written"
     if not in_full:
         return None
-    now, seen = time.time_ns(), _seen(folder, files)
+    now, seen = time.time_ns(), _seen(folder, entries)
     if (folder.absolute(), seen) in _verified:
         return None
-    for name, (_, checksum, is_sampled) in files.items():
-        if (_sample_checksum if is_sampled else fingerprint)(folder / name) != checksum:
+    for name, (_, checksum, is_sampled) in entries.items():
+        if (sampled_crc32 if is_sampled else file_crc32)(folder / name) != checksum:
             return f"{folder} is damaged: {name} is not what was written (its checksum differs)"
     # A file that has just been written can be written again without a change of its time stamp.
     if all(now - stat[2] > STEADY_NS for stat in seen):
@@ -156,9 +133,9 @@ def _difference(folder: Path, files: dict[str, tuple[int, int, bool]], in_full: 
     return None
 
 
-def _seen(folder: Path, files: Any) -> tuple[Any, ...]:
+def _seen(folder: Path, names: Iterable[str]) -> tuple[Any, ...]:
     """Return what changes when a file of a checkpoint is written to, as far as the file system tells."""
-    stats = [(folder / name).stat() for name in (MANIFEST, *files)]
+    stats = [(folder / name).stat() for name in (MANIFEST, *names)]
     return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats)
 
 
@@ -214,8 +191,8 @@ def set_aside(output_dir: Path, resumed: Path | None, keep: set[Path] | None = N
             folder.unlink()
         else:
             folder.rename(aside / folder.name)
-    sync_folder(aside)
-    sync_folder(output_dir)
+    files.sync_folder(aside)
+    files.sync_folder(output_dir)
     warnings.warn(
         f"{output_dir} held checkpoints of an earlier run, the newest of step {step_of(folders[-1]):,}. They were "
         f"moved to {aside}: resume from one of them by its path, or delete them",
@@ -244,121 +221,25 @@ def surplus(output_dir: Path, limit: int | None, keep: set[Path], num_new: int =
 def remove_or_warn(folder: Path) -> None:
     """A checkpoint that cannot be deleted takes room, and is no reason to end the run that has just written another."""
     try:
-        remove(folder)
+        files.remove_folder(folder)
     except OSError as error:
         warnings.warn(f"{folder} could not be deleted ({error.strerror or error})", stacklevel=3)
 
 
-def remove(folder: Path) -> None:
-    """Takes the name away first: a checkpoint that is deleted in part is no checkpoint."""
-    hidden = _hidden(folder.absolute(), "gone")
-    _delete(hidden)
-    _ours.add(hidden)
-    try:
-        folder.rename(hidden)
-        sync_folder(hidden.parent)
-        _delete(hidden)
-    finally:
-        _ours.discard(hidden)
-
-
-def remove_leftovers(output_dir: Path | str) -> None:
-    """Clears away what processes that are no more have left half done in a run's folder."""
-    if not Path(output_dir).is_dir():
-        return
-    for path in Path(output_dir).absolute().iterdir():
-        match = _HIDDEN.fullmatch(path.name)
-        if match is None or not path.is_dir() or _is_at_work(int(match["pid"]), path):
-            continue
-        folder = path.with_name(match["name"])
-        if match["kind"] == "old" and not folder.exists():
-            # Killed between two renames. It is whole, for nothing of it is deleted before the new one is in place.
-            path.rename(folder)
-        else:
-            _delete(path)
-
-
 def seal(folder: Path) -> None:
-    """Brings all files of a folder to the disk, and last the list of them."""
-    sync_files(folder)
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": fingerprint(path)}
+    """Write the manifest: the list of all files with their sizes and checksums."""
+    entries = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    manifest = folder / MANIFEST
-    manifest.write_bytes(_signed({"version": VERSION, "files": files}).encode())
-    _sync(manifest)
-    sync_folder(folder)
+    (folder / MANIFEST).write_bytes(SIGNED.dumps({"version": VERSION, "files": entries}).encode())
 
 
-def _signed(manifest: dict[str, Any]) -> str:
-    """Return the text of a manifest, which ends with a checksum of all before it."""
-    return json.dumps({**manifest, "crc32": crc32(json.dumps(manifest).encode())}, indent=1)
-
-
-def sync_files(folder: Path) -> None:
-    """Waits until all that is in a folder is on the disk. Some disks say only now that they are full."""
-    for path in [*sorted(folder.rglob("*")), folder]:
-        if path.is_file():
-            _sync(path)
-        elif path.is_dir():
-            sync_folder(path)
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder, as far as they can be asked."""
-    try:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError:
-        return 0
-
-
-def fingerprint(path: Path) -> int:
-    """Return a CRC-32 of a whole file: the plain one up to one piece, above that the CRC-32 of those of its pieces.
-    Pieces are read side by side."""
-
-    def of_piece(start: int) -> int:
-        with path.open("rb") as file:
-            file.seek(start)
-            return crc32(file.read(PIECE))
-
-    starts = range(0, path.stat().st_size, PIECE)
-    if len(starts) <= 1:
-        return of_piece(0)
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        return crc32(b"".join(checksum.to_bytes(4, "little") for checksum in readers.map(of_piece, starts)))
-
-
-def _sample_checksum(path: Path, piece: int = 2**20, num_pieces: int = 64) -> int:
-    """Return the checksum of manifests of version 1: of 64 pieces of 1 MiB spread over a large file."""
-    size = path.stat().st_size
-    starts = list(range(0, size, piece))
-    if len(starts) > num_pieces:
-        starts = [index * (size - piece) // (num_pieces - 1) for index in range(num_pieces)]
-    checksum = 0
-    with path.open("rb") as file:
-        for start in starts:
-            file.seek(start)
-            checksum = crc32(file.read(piece), checksum)
-    return checksum
-
-
-def free_bytes(folder: Path) -> int:
-    """What the disk of a folder has left for this user; the folder is made if it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return shutil.disk_usage(folder).free
-
-
-def is_failure_to_write(error: BaseException) -> bool:
-    """Also as safetensors and torch.save report it, which lose the system's number for it."""
-    if isinstance(error, OSError):
-        return True
-    if type(error).__name__ == "SafetensorError":
-        return "os error" in str(error) or "I/O" in str(error)
-    # The zip writer of torch, whose message is of positions, and the stream below it.
-    signs = ("inline_container", "PytorchStreamWriter", "iostream")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+def weight_bytes(model: Any) -> int:
+    """Return about how many bytes the weights of a model take when it is saved; of adapters, theirs alone."""
+    is_adapter = hasattr(model, "peft_config")
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not is_adapter)
 
 
 def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: Exception) -> str:
@@ -367,7 +248,7 @@ def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: E
     else:
         reason = f"the disk is full or cannot be written; {type(error).__name__}: {error}"
     try:
-        free = f"{exact_bytes(free_bytes(folder.parent))} are free in {folder.parent}"
+        free = f"{exact_bytes(files.free_bytes(folder.parent))} are free in {folder.parent}"
     except OSError as second:
         free = f"{folder.parent} cannot be asked for its free space ({second})"
     needed = f"it takes about {exact_bytes(needed_bytes)}, " if needed_bytes else ""
@@ -397,75 +278,7 @@ def _manifest(folder: Path) -> dict[str, tuple[int, int, bool]] | None:
     version = manifest["version"]
     if version not in (1, VERSION):
         raise ValueError(f"its version is {version!r}; this release of oomb reads {VERSION}")
-    unsigned = {key: value for key, value in manifest.items() if key != "crc32"}
-    if version == VERSION and text != _signed(unsigned):
+    if version == VERSION and text != SIGNED.dumps(manifest):
         raise ValueError("its checksum differs")
-    files: dict[str, Any] = manifest["files"]
-    return {name: (int(entry["bytes"]), int(entry["crc32"]), version == 1) for name, entry in files.items()}
-
-
-def _put(new: Path, folder: Path) -> None:
-    """Renames; what bears the name already makes room first, and comes back if that fails."""
-    old = _hidden(folder, "old")
-    if not folder.exists():
-        new.rename(folder)
-        return
-    _ours.add(old)
-    try:
-        folder.rename(old)
-        try:
-            new.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
-        sync_folder(folder.parent)
-        _delete(old)
-    finally:
-        _ours.discard(old)
-
-
-def _hidden(folder: Path, kind: str) -> Path:
-    return folder.with_name(f".{folder.name}.{kind}-{os.getpid()}")
-
-
-def _delete(folder: Path) -> None:
-    if folder.is_symlink():
-        # A checkpoint that somebody keeps elsewhere and has linked here: the link goes, the checkpoint stays.
-        folder.unlink(missing_ok=True)
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_at_work(pid: int, path: Path) -> bool:
-    """Whether the process that made a hidden folder still runs. One that started after the folder was last written to
-    is another one with the same number; a clock may be off by a second or two."""
-    if pid == os.getpid():
-        return path in _ours
-    try:
-        process = psutil.Process(pid)
-        is_there = process.status() != psutil.STATUS_ZOMBIE
-        return is_there and process.create_time() <= path.stat().st_mtime + 2
-    except (psutil.Error, OSError):
-        return False
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file's bytes are on the disk, where the file system knows of it. Without it a name can outlive a
-    power cut and the bytes not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """The same of the names in a folder."""
-    try:
-        _sync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM):
-            raise
+    entries: dict[str, Any] = manifest["files"]
+    return {name: (int(entry["bytes"]), int(entry["crc32"]), version == 1) for name, entry in entries.items()}

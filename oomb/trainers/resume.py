@@ -26,6 +26,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from oomb.models.weight_files import find_broken_file
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import FiniteSteps
+from oomb.utils import files
 from oomb.utils.lock import locked
 
 EXTRA_STATE = "oomb_state.json"
@@ -79,7 +80,7 @@ class ResumableTrainer(FiniteSteps):
     def _folder_to_resume(self, output_dir: Path, resume_from_checkpoint: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to start from, verified."""
         if self.args.should_save:
-            checkpoints.remove_leftovers(output_dir)
+            files.remove_leftovers(output_dir)
         folder: Path | None = None
         if resume_from_checkpoint is True:
             folder = checkpoints.latest(output_dir)
@@ -162,7 +163,7 @@ class ResumableTrainer(FiniteSteps):
         with suppress(OSError):  # a disk that does not say what is there gives nothing back
             going |= set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
             going |= set(self.about_to_delete())
-        return max(0, self.keep_free_bytes - sum(map(checkpoints.size_of, going)))
+        return max(0, self.keep_free_bytes - sum(map(files.folder_bytes, going)))
 
     def _get_output_dir(self, trial: Any) -> str:
         # While a checkpoint is written, the run is elsewhere.
@@ -175,11 +176,9 @@ class ResumableTrainer(FiniteSteps):
 
     def _checkpoint_bytes(self) -> int:
         """What a checkpoint takes, about, and not more: it is refused where there is less."""
-        is_adapter = hasattr(self.model, "peft_config")
-        weights = [p for p in self.model.parameters() if p.requires_grad or not is_adapter]
         states = [] if self.args.save_only_model else [s for s in self.optimizer.state.values() if isinstance(s, dict)]
-        tensors = weights + [x for state in states for x in state.values() if isinstance(x, Tensor)]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        tensors = [x for state in states for x in state.values() if isinstance(x, Tensor)]
+        return checkpoints.weight_bytes(self.model) + sum(x.numel() * x.element_size() for x in tensors)
 
     def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
         """All that follows a step. A checkpoint that cannot be written is no reason to lose hours of training: it is

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from oomb.utils import files
 from oomb.utils.units import GIB
 
 
@@ -179,13 +180,11 @@ class JsonLines:
             lines = []
             warnings.warn(f"{self.path} cannot be read and stays where it is ({error.strerror or error})", stacklevel=2)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        try:
-            partial.write_bytes(b"".join([*lines, *self._waiting]))
-            file = partial.open("ab", buffering=0)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with files.atomic_file(path) as partial:
+            partial.write(b"".join([*lines, *self._waiting]))
+            # Opened before the rename: nothing can fail after it.
+            hidden = Path(partial.name)
+            file = hidden.open("ab", buffering=0)
         old, self._file, self.path = self._file, file, path
         self._whole_bytes, self._is_told = path.stat().st_size, False
         self._waiting.clear()

@@ -15,6 +15,7 @@ from oomb.cli import errors
 from oomb.cli.train import output_dir, save
 from oomb.cli.train.display import TrainingDisplay
 from oomb.trainers import checkpoints
+from oomb.utils import files
 
 
 def stale(*args: object, **kwargs: object) -> Any:
@@ -40,7 +41,7 @@ def test_a_home_that_cannot_be_asked_is_passed_over(places: Path, monkeypatch: p
 
 def test_a_disk_that_cannot_be_listed_fails_as_a_full_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "find", stale)
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 10)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 10)
     with (
         pytest.raises(
             checkpoints.CheckpointNotSaved, match=r"what else is there cannot be listed \(Stale file handle\)"
@@ -57,7 +58,7 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
 ) -> None:
     """From the second step on the run's folder cannot be asked for anything."""
     on_log, failing = TrainingDisplay.on_log, []
-    iterdir, free_bytes = Path.iterdir, checkpoints.free_bytes
+    iterdir, free_bytes = Path.iterdir, files.free_bytes
 
     def fail(self: Any, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         on_log(self, args, state, control, logs, **kwargs)
@@ -70,7 +71,7 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
 
     monkeypatch.setattr(TrainingDisplay, "on_log", fail)
     monkeypatch.setattr(Path, "iterdir", lambda self: stale() if is_gone(self) else iterdir(self))
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: stale() if is_gone(folder) else free_bytes(folder))
+    monkeypatch.setattr(files, "free_bytes", lambda folder: stale() if is_gone(folder) else free_bytes(folder))
     done = invoke("train", *TOY, "--save_total_limit", "2")
     assert done.exit_code == errors.EXIT_NOT_AS_ASKED, done.output
     [folder] = (places / "home").glob("oomb-out-*")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -399,10 +401,10 @@ def test_an_old_page_survives_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     write_report(run)
     before = (run / "report.html").read_text()
 
-    def full(self: Path, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_report(run)
     assert (run / "report.html").read_text() == before

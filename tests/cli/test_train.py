@@ -32,8 +32,8 @@ from oomb.cli.train.signals import SignalHandler
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models import adapters, load, presets
-from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
+from oomb.utils import files
 
 ROOT = Path(__file__).parents[2]
 TOY = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "3", "--device", "cpu"]
@@ -404,7 +404,7 @@ def test_the_latest_whole_checkpoint_is_taken(here: Path) -> None:
 
 
 def test_a_model_without_room_is_refused_before_training(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
     refused = invoke("train", *QUICK)
     assert refused.exit_code == 2
     assert re.search(r"the trained model takes [\d,]+ bytes and 1,000 are free in --output_dir out", refused.output)
@@ -420,7 +420,7 @@ def test_an_output_dir_inside_a_file_is_refused(here: Path) -> None:
 
 def test_a_model_is_saved_where_its_last_checkpoint_finds_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Room for the model, about 1.6 MB, and not for AdamW's states beside it.
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 3_000_000)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 3_000_000)
     done = invoke("train", *QUICK, "--save_steps", "3")
     assert done.exit_code == 0, done.output
     assert "checkpoint-3 was not written" in done.output

@@ -34,6 +34,7 @@ from oomb.cli.train.save_timer import SaveTimer
 from oomb.cli.train.signals import SafeStream, SignalHandler
 from oomb.models import load
 from oomb.trainers import checkpoints
+from oomb.utils import files
 from oomb.utils.metrics import JsonLines
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,7 @@ def test_all_lines_move_to_another_place(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_leaves_room_for_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
     with checkpoints.write(tmp_path / "checkpoint-1", 400, keep_free_bytes=600):
         pass
     said = r"about 400 bytes, 601 bytes are to stay free for what is saved at the end, 1,000 bytes are free in"
@@ -153,15 +154,15 @@ def test_a_checkpoint_may_take_the_room_of_one_that_it_replaces(
 ) -> None:
     trainer = trainer_in(tmp_path, save_total_limit=1, max_steps=2)
     trainer.train()
-    size = checkpoints.size_of(tmp_path / "checkpoint-2")
+    size = files.folder_bytes(tmp_path / "checkpoint-2")
     assert size > 100_000
     trainer.state.global_step = 3
     needed = trainer._checkpoint_bytes()
     trainer.keep_free_bytes = size + 1000
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: needed + 999)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: needed + 999)
     with pytest.raises(checkpoints.CheckpointNotSaved, match="1,000 bytes are to stay free"):
         trainer._save_checkpoint(trainer.model, None)
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: needed + 1000)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: needed + 1000)
     trainer._save_checkpoint(trainer.model, None)
     assert names(tmp_path) == {"checkpoint-3"}
     # So it is with those that the clock has asked for.
@@ -257,7 +258,7 @@ def test_places_known_to_be_too_small_are_not_tried(places: Path, monkeypatch: p
         is_there = (places / "temporary") in (folder, *folder.parents)
         return 10**9 if is_there or not Path("out/metrics.jsonl").exists() else 1000
 
-    monkeypatch.setattr(checkpoints, "free_bytes", free)
+    monkeypatch.setattr(files, "free_bytes", free)
     done = invoke("train", *TOY)
     assert done.exit_code == 1, done.output
     [folder] = (places / "temporary").glob("oomb-out-*")
@@ -270,12 +271,13 @@ def test_places_known_to_be_too_small_are_not_tried(places: Path, monkeypatch: p
 def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load.load_model("demo", device="cpu")
     (places / "home").rmdir()
-    monkeypatch.setattr(checkpoints, "sync_files", full)
+    monkeypatch.setattr(files, "sync_files", full)
     with pytest.raises(save_module.ModelNotSaved) as caught:
         save_module.save_somewhere(model, None, Path("out"), print)
     said = str(caught.value)
     assert (
-        f"takes {save_module.saved_bytes(model):,} bytes and could not be saved anywhere, in out (No space left" in said
+        f"takes {checkpoints.weight_bytes(model):,} bytes and could not be saved anywhere, in out (No space left"
+        in said
     )
     assert f"{places / 'work'} (No space" in said and f"{places / 'temporary'} (No space" in said
     assert said.endswith("name an --output_dir on another disk, and train again: there is no checkpoint")

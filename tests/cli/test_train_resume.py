@@ -19,6 +19,7 @@ from oomb.cli.train import output_dir, save_timer
 from oomb.cli.train.save_timer import SaveTimer
 from oomb.cli.train.settings import TrainSettings
 from oomb.trainers import checkpoints
+from oomb.utils import files
 
 TOY = [*TOY_RUN, "--max_steps", "4"]
 
@@ -99,7 +100,7 @@ def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(save_timer, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 0)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 0)
     trainer = oomb.Trainer(
         tiny_model(num_hidden_layers=1),
         arguments(tmp_path, max_steps=7, per_device_train_batch_size=1),
@@ -159,7 +160,7 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
     assert told_steps(here / "out") == [1, 2, 3, 4, 4]
     # What is trained and cannot be gone on from is not lost to it.
     for folder in checkpoints.find("out"):
-        checkpoints.remove(folder)
+        files.remove_folder(folder)
     assert "out already holds a trained model" in invoke(*job).output
     assert output_dir.checkpoint_of(TrainSettings(output_dir="out", resume_from_checkpoint="auto")) is None
 
@@ -220,7 +221,7 @@ def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, mo
     stored = yaml.safe_load(Path("out/config.yaml").read_text())
     paths = {"model_name_or_path": "my model", "dataset": "text.txt", "output_dir": "out"}
     assert stored | {key: str(here / path) for key, path in paths.items()} == stored
-    checkpoints.remove(Path("out/checkpoint-3"))
+    files.remove_folder(Path("out/checkpoint-3"))
     monkeypatch.chdir("elsewhere")
     resumed = invoke("train", "../out/config.yaml", "--resume_from_checkpoint")
     assert resumed.exit_code == 0, resumed.output

@@ -29,9 +29,8 @@ from oomb.cli.train.settings import TrainSettings
 from oomb.data.dataset import load
 from oomb.engine.engine import Engine
 from oomb.models import presets
-from oomb.trainers import checkpoints
 from oomb.trainers.trainer import Trainer
-from oomb.utils import lock
+from oomb.utils import files, lock
 
 TOY = [
     "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "2", "--device", "cpu",
@@ -351,7 +350,7 @@ def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: py
 
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Room for the model, about 1.6 MB, and not for AdamW's states beside it.
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda folder: 3_000_000)
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 3_000_000)
     done = invoke("train", *TOY, "--save_steps", "1", "--max_steps", "3")
     assert done.exit_code == 0, done.output
     [first] = [line for line in done.output.splitlines() if "checkpoint-1 was not written" in line]

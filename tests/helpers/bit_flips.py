@@ -22,6 +22,7 @@ from trainings import CHUNKED, Samples, arguments, tiny_model
 import oomb
 from oomb.data.dataset import open_dataset
 from oomb.trainers import checkpoints
+from oomb.utils import files
 
 
 def flip(path: Path, bit: int) -> None:
@@ -105,7 +106,7 @@ def main(num_flips: int) -> None:
             began = time.monotonic()
             missed = num_undetected(folder, num_flips, check)
             took = (time.monotonic() - began) / num_flips
-            size, num_files = checkpoints.size_of(folder), sum(path.is_file() for path in folder.rglob("*"))
+            size, num_files = files.folder_bytes(folder), sum(path.is_file() for path in folder.rglob("*"))
             print(
                 f"{name}, {size / 2**20:,.0f} MiB in {num_files} files: {num_flips - missed} of {num_flips} flips "
                 f"detected, {took:.2f} s a check"

@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from waiting import HANG_S
 
 from oomb.trainers import checkpoints
+from oomb.utils import checksums, files
 
 ROOT = Path(__file__).parents[2]
 NO_PROCESS = 2**30
@@ -89,17 +90,17 @@ def test_one_of_transformers_is_whole_once_its_state_is_there(tmp_path: Path) ->
 
 
 def test_every_byte_of_a_large_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "PIECE", 16)
+    monkeypatch.setattr(checksums, "PIECE", 16)
     path = tmp_path / "weights"
     for size in (0, 1, 15, 16, 17, 200):
         content = bytes(range(1, size + 1))
         path.write_bytes(content)
-        whole = checkpoints.fingerprint(path)
+        whole = checksums.file_crc32(path)
         if size <= 16:
             assert whole == crc32(content)
         for at in range(size):
             path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
-            assert checkpoints.fingerprint(path) != whole, at
+            assert checksums.file_crc32(path) != whole, at
 
 
 def test_a_manifest_of_an_earlier_release_is_read(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
         # Made before the process that has this number now.
         os.utime(reused, times=(1e9, 1e9))
         (tmp_path / ".checkpoint-8.notes").mkdir()
-        checkpoints.remove_leftovers(tmp_path)
+        files.remove_leftovers(tmp_path)
     finally:
         process.communicate(b"\n")
     kept = {"checkpoint-1", "checkpoint-2", "checkpoint-3", alive.name, ".checkpoint-8.notes"}
@@ -213,7 +214,7 @@ def test_a_process_that_ends_at_any_moment_leaves_no_broken_checkpoint(tmp_path:
         folder = tmp_path / str(operation)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)
-            patch.setattr(checkpoints, "_ours", set())
+            patch.setattr(files, "_in_use", set())
             write(folder / "checkpoint-1")
             write(folder / "checkpoint-2", "first")
             end_at(patch, operation)
@@ -227,7 +228,7 @@ def test_a_process_that_ends_at_any_moment_leaves_no_broken_checkpoint(tmp_path:
             checkpoints.check(path)
             assert len(names(path)) == 4
         in_the_middle |= {name.rsplit("-", 1)[0] for name in found if name.startswith(".")}
-        checkpoints.remove_leftovers(folder)
+        files.remove_leftovers(folder)
         assert not [name for name in names(folder) if name.startswith(".")]
         assert checkpoints.latest(folder) in (folder / "checkpoint-2", folder / "checkpoint-3")
         text = (folder / "checkpoint-2" / "model.safetensors").read_text()
@@ -326,17 +327,17 @@ from pathlib import Path
 import torch
 from checkpoint_runs import checkpoints, train
 torch.set_num_threads(1)
-written = checkpoints.written
+written = checkpoints.write
 for name in ("foreseen", "weights", "optimizer"):
     if name != "foreseen":
         # A quota, say, of which the free space does not tell.
-        checkpoints.written = lambda folder, needed, **rest: written(folder)
+        checkpoints.write = lambda folder, needed, **rest: written(folder)
     folder = Path(sys.argv[1]) / name
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             train(folder)
-        except checkpoints.NotSaved as error:
+        except checkpoints.CheckpointNotSaved as error:
             print("FULL the last:", error)
     for warning in caught:
         if "TRAINING" in str(warning.message):

@@ -28,7 +28,7 @@ from oomb.eval.run import EvalSettings, evaluate, read_examples, resolve_tokeniz
 from oomb.eval.samples import PROMPT_SIZE, sample_text
 from oomb.models import load
 from oomb.models.adapters import base_model_name, with_adapters
-from oomb.utils import dtypes
+from oomb.utils import dtypes, files
 from oomb.utils.metrics import machine
 from oomb.utils.units import count
 
@@ -81,7 +81,7 @@ def run(settings: EvalSettings, console: Console) -> dict[str, Any]:
     if settings.output is not None:
         path = Path(settings.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        files.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
         console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
     return report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from html import escape
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from oomb.cli.report.charts import WHEN, training_charts
 from oomb.cli.report.events import METRICS, Run, dictionary, number, read_eval, read_run
 from oomb.cli.report.html import charts, evaluation, samples, settings, steps, tiers
 from oomb.cli.report.style import STYLE
+from oomb.utils import files
 from oomb.utils.units import gib, seconds
 
 LAST_STEPS = 5
@@ -31,13 +31,9 @@ def write_report(
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file, {path / 'report.html'} for example")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
+    with files.atomic_file(path) as file:
         # A lone surrogate, half of a character that JSON can spell, has no bytes of its own.
-        partial.write_bytes(page(run).encode("utf-8", errors="replace"))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        file.write(page(run).encode("utf-8", errors="replace"))
     return path
 
 

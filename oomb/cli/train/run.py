@@ -40,7 +40,7 @@ from oomb.planner.request import Placement, host_budget
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import NonFiniteError
 from oomb.trainers.trainer import Trainer
-from oomb.utils import dtypes
+from oomb.utils import dtypes, files
 from oomb.utils.lock import locked
 from oomb.utils.metrics import JsonLines, MemoryMeter, machine
 from oomb.utils.units import count, gib
@@ -104,7 +104,7 @@ def _run(
     model = prepare.load_model(settings, model_config, precision.dtype, device)
     trainer = prepare.trainer_of(told, model, arguments, config, split)
     trainer.remove_callback(PrinterCallback)
-    trainer.keep_free_bytes = save.saved_bytes(model) + save.BESIDE_BYTES
+    trainer.keep_free_bytes = checkpoints.weight_bytes(model) + save.BESIDE_BYTES
     if settings.save_minutes:
         timed = SaveTimer(settings.save_minutes)
         trainer.add_callback(timed)
@@ -123,7 +123,7 @@ def _run(
         # Before the settings of this run replace those of the run that wrote them.
         checkpoints.set_aside(output_dir, None)
     config_text = yaml_file.write(output_dir_module.with_absolute_paths(told))
-    (output_dir / CONFIG).write_text(config_text, encoding="utf-8")
+    files.write_text(output_dir / CONFIG, config_text)
     meter = MemoryMeter(device)
     log = JsonLines(output_dir / METRICS, append=resume is not None)
     facts = _facts(told, trainer, split, placement, gpu_bytes, host_limit)
@@ -181,7 +181,7 @@ def _run(
                 )
         except KeyboardInterrupt:
             display.close()
-            checkpoints.remove_leftovers(output_dir)
+            files.remove_leftovers(output_dir)
             what = f"the trained model is in {saved_to}" if saved_to else _nothing_saved(output_dir)
             console.print(f"[bold red]ended by Ctrl-C[/]; {what}", highlight=False, soft_wrap=True)
             if output_dir_module.newest_checkpoint(output_dir) is not None:
@@ -214,7 +214,7 @@ def _run(
 def _move(log: JsonLines, folder: Path, config_text: str, display: TrainingDisplay) -> None:
     """What belongs to a model that had to be saved elsewhere goes with it."""
     with suppress(OSError):
-        (folder / CONFIG).write_text(config_text, encoding="utf-8")
+        files.write_text(folder / CONFIG, config_text)
     try:
         log.move_to(folder / METRICS)
     except OSError as error:

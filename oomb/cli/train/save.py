@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from oomb.cli.train.output_dir import MODEL, newest_checkpoint
-from oomb.trainers import checkpoints
+from oomb.trainers.checkpoints import weight_bytes
+from oomb.utils import files
 
 BESIDE_BYTES = 32 << 20
 """Of a model beside its weights: a tokenizer of a large vocabulary, settings, metrics."""
@@ -26,19 +25,13 @@ class ModelNotSaved(ValueError):
     """A trained model could not be written. Nothing of it is left, and what was there before is still there."""
 
 
-def saved_bytes(model: Any) -> int:
-    """What `save` writes, about: the weights, of adapters theirs alone."""
-    is_adapter = hasattr(model, "peft_config")
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not is_adapter)
-
-
 def check_room(model: Any, output_dir: Path) -> None:
     """Before training: a model that cannot be saved is found out now and not after hours."""
     try:
-        free = checkpoints.free_bytes(output_dir)
+        free = files.free_bytes(output_dir)
     except OSError as error:
         raise ValueError(f"--output_dir {output_dir} cannot be made: {error.strerror}; name another") from error
-    needed = saved_bytes(model)
+    needed = weight_bytes(model)
     if needed > free:
         raise ValueError(
             f"the trained model takes {needed:,} bytes and {free:,} are free in --output_dir {output_dir}: make room, "
@@ -47,32 +40,17 @@ def check_room(model: Any, output_dir: Path) -> None:
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
-    """Write beside the place and rename: the folder is either the old model or the whole new one. Raises `CannotSave`
-    where it cannot be written."""
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Save a model in a folder that is complete or absent. Raises `ModelNotSaved` if it cannot be written."""
     try:
-        model.save_pretrained(partial)
-        if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial)
-        checkpoints.sync_files(partial)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        # Where the disk does not even do this, the next run does it: `checkpoints.clean`.
-        with suppress(OSError):
-            if old.exists() and not folder.exists():
-                old.rename(folder)
-        if isinstance(error, Exception) and checkpoints.is_failure_to_write(error):
-            kept = "the one that was there before is as it was" if folder.exists() else "nothing of it is left"
-            raise ModelNotSaved(
-                f"the trained model could not be saved in {folder} ({_reason(error)}): {kept}"
-            ) from error
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        with files.atomic_folder(folder) as partial:
+            model.save_pretrained(partial)
+            if tokenizer is not None:
+                _save_tokenizer(tokenizer, partial)
+    except Exception as error:
+        if not files.is_write_error(error):
+            raise
+        kept = "the one that was there before is as it was" if folder.exists() else "nothing of it is left"
+        raise ModelNotSaved(f"the trained model could not be saved in {folder} ({_reason(error)}): {kept}") from error
     return folder
 
 
@@ -93,13 +71,13 @@ def save_somewhere(
 ) -> Path:
     """Saves the model in the run's folder, or, where that cannot be written, in a new folder at another place that has
     room. Returns where; `say` is told of what failed. Raises `CannotSave` where no place takes it."""
-    needed = saved_bytes(model)
+    needed = weight_bytes(model)
     name = f"oomb-{output_dir.absolute().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     failed: list[str] = []
     for place in chain([output_dir], _other_places()):
         try:
             # A disk that is known to be too small is not filled first, to the harm of others.
-            free = checkpoints.free_bytes(place)
+            free = files.free_bytes(place)
         except OSError as error:
             failed.append(f"{place} ({_reason(error)})")
             continue
