@@ -20,6 +20,7 @@ from families import (
     build,
     float64_throughout,
     grads,
+    mark_full,
     random_ids,
     relative_error,
     whole_gradients,
@@ -32,19 +33,19 @@ CHUNKS = [1, 7, 16, LENGTH, 1000]
 MOE = [name for name, family in FAMILIES.items() if family.is_moe]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mark_full(FAMILIES))
 def test_family(name: str) -> None:
     tolerance = 1e-10 if FAMILIES[name].native_float64 else 1e-6
     check_family(build(name), random_ids(2, LENGTH), CHUNK, tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.native_float64])
+@pytest.mark.parametrize("name", mark_full(name for name, family in FAMILIES.items() if not family.native_float64))
 def test_family_in_float64_throughout(name: str) -> None:
     with float64_throughout():
         check_family(build(name), random_ids(2, LENGTH), CHUNK, 1e-10)
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", mark_full(MOE))
 def test_moe_in_float32(name: str) -> None:
     """The default experts implementation, a grouped matmul. Routing is decided in float32 on both sides."""
     model = build(name, dtype=torch.float32)
@@ -103,7 +104,7 @@ def test_length_dependent_rope_forgets_the_previous_sequence(name: str) -> None:
         assert whole_loss(model, ids).item() == pytest.approx(expected[ids], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mark_full(FAMILIES))
 def test_reference_is_the_model_as_published(name: str) -> None:
     """The float64 attention and loss of families.py against the model's own, as it comes from Hugging Face."""
     model = build(name)
@@ -117,7 +118,7 @@ def test_reference_is_the_model_as_published(name: str) -> None:
     assert_same_gradients(grads(published), expected, 1e-5, may_vanish=1e-6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mark_full(FAMILIES))
 def test_tiny_model_looks_back(name: str) -> None:
     """Guards the other tests: what the first chunks hold must matter to the loss of the last ones, or an engine that
     forgot the past would pass."""

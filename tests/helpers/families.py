@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
@@ -197,6 +198,31 @@ FAMILIES: dict[str, Family] = {
         is_moe=True,
     ),
 }
+
+
+FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "multi-head attention": ("gpt2", lambda c: c.model_type == "gpt2"),
+    "grouped queries": ("llama", lambda c: c.num_key_value_heads < c.num_attention_heads),
+    "untied embeddings": ("llama", lambda c: not c.tie_word_embeddings),
+    "tied embeddings": ("llama_tied", lambda c: c.tie_word_embeddings),
+    "sliding window": ("mistral_sliding", lambda c: c.sliding_window == WINDOW),
+    "window in some layers": ("gemma3", lambda c: set(c.layer_types) == {"sliding_attention", "full_attention"}),
+    "soft-capped scores": ("gemma2", lambda c: c.attn_logit_softcapping is not None),
+    "attention sinks": ("gpt_oss", lambda c: c.model_type == "gpt_oss"),
+    "mixture of experts": ("mixtral", lambda c: c.num_local_experts > 1),
+    "dynamic RoPE": ("llama_dynamic_rope", lambda c: c.rope_parameters["rope_type"] == "dynamic"),
+    "longrope": ("phi3_longrope_long", lambda c: c.rope_parameters["rope_type"] == "longrope"),
+    "parallel blocks": ("gpt_neox", lambda c: c.use_parallel_residual),
+    "latent attention": ("deepseek_v3", lambda c: c.kv_lora_rank is not None),
+    "learned positions": ("opt", lambda c: c.model_type == "opt"),
+}
+"""For each feature of attention a family that has it, and how its config shows that."""
+REPRESENTATIVES = {name for name, _ in FEATURES.values()}
+
+
+def mark_full(names: Iterable[str], quick: Container[str] = REPRESENTATIVES) -> list[Any]:
+    """Mark all names as `full` but a quick subset, for `pytest.mark.parametrize`."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def randomize(model: nn.Module, generator: torch.Generator) -> None:

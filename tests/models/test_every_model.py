@@ -1,4 +1,7 @@
-"""Every causal LM in the library, at a tiny size: trained exactly, or refused; never trained wrongly."""
+"""Every causal LM of transformers, at a tiny size, is trained exactly or refused.
+
+`make test` runs a few, `make test-full` all. Families that need settings of their own are in tests/engine/test_exact.py.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import torch
 from checks import CHUNK, check_family
 from families import (
     FAMILIES,
+    FEATURES,
     SIZES,
     VOCAB,
     WINDOW,
+    build,
     float64_throughout,
+    mark_full,
     random_ids,
     randomize,
     relative_error,
@@ -59,9 +65,9 @@ SWEEP_SIZES = {
 }
 
 WINDOWS: dict[str, dict[str, Any]] = {"windowed": {"sliding_window": WINDOW, "use_sliding_window": True}, "default": {}}
-"""A window forced upon the model, and what its config says by itself."""
+"""A sliding window forced on the model, and the config's own default."""
 
-# Settings that single architectures cannot take, tried one after another.
+# Tried one after another, because some architectures reject some settings.
 SWEEP_VARIANTS = [
     {},
     {"pad_token_id": 0},
@@ -76,8 +82,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if model_type not in {family.model_type for family in FAMILIES.values()}
 }
-# Traps by construction: layers that share the K and V of others, attention within fixed blocks, positions that do not
-# start at 0, tables of the whole length.
+# Traps: layers that share K and V of others, attention within fixed blocks, positions that do not start at 0, encoders
+# turned decoders.
 OTHERS |= {
     "gemma3n_text": (
         "gemma3n_text",
@@ -120,12 +126,22 @@ OTHERS |= {
     "lfm2_conv": ("lfm2", {"layer_types": ["full_attention", "conv"]}),
 }
 
+QUICK = {
+    "gemma3n_text",
+    "gemma4_text",
+    "llama4_chunked",
+    "gpt_bigcode",
+    "granitemoe",
+    "bert_decoder",
+    "lfm2_conv",
+    "bloom",
+}
+"""What `make test` runs: the traps, one more model of each kind that trains, and one of each that is refused."""
+SWEEP = mark_full(OTHERS, QUICK)
+
 
 def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
-    """A small model of any architecture in the library, or a skip that says why there is none.
-
-    In eval mode: some routers draw random numbers when they train, and no two computations would agree.
-    """
+    """Return a tiny model of any architecture in eval mode, where routers draw no random numbers, or skip the test."""
     reason = ""
     for variant in SWEEP_VARIANTS:
         left_out = {key for key, value in variant.items() if value is None}
@@ -138,13 +154,13 @@ def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
                 pytest.skip(f"{model_type}: {size} parameters, no tiny configuration")
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).double().eval()
             if getattr(config, "attn_logit_softcapping", None):
-                # Some releases of transformers let such a model use SDPA, which leaves the cap out.
+                # Some releases of transformers use SDPA here, which ignores the soft cap.
                 model.set_attn_implementation("eager")
             with contextlib.suppress(ValueError, AttributeError):
                 model.set_experts_implementation("eager")
             randomize(model, torch.Generator().manual_seed(0))
             whole_loss(model, random_ids(1, 3))
-        except Exception as e:  # whatever this architecture makes of settings that are not its own
+        except Exception as e:  # of any type: settings of one architecture can break another
             reason = f"{type(e).__name__}: {e}"
         else:
             return model
@@ -152,16 +168,16 @@ def build_any(model_type: str, overrides: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_any_other_architecture_is_exact_or_refused(name: str, window: str) -> None:
-    """Every causal LM there is: refused by a message that names a class of it, or trained exactly."""
+@pytest.mark.parametrize("name", SWEEP)
+def test_model_is_trained_exactly_or_refused(name: str, window: str) -> None:
+    """A refusal names a class of the model; anything else matches whole-sequence training."""
     model_type, overrides = OTHERS[name]
     model = build_any(model_type, {**WINDOWS[window], **overrides})
     ids = random_ids(2, 23)
     try:
         with float64_throughout():
             check_family(model, ids, CHUNK, 1e-10)
-        # As the model is, with its own mixture of dtypes.
+        # Again with the model's own mixture of dtypes.
         with torch.no_grad():
             loss = oomb.Engine(model, oomb.Config(chunk_size=CHUNK)).loss(ids)
             assert relative_error(loss, whole_loss(model, ids)) <= 1e-5
@@ -169,3 +185,18 @@ def test_any_other_architecture_is_exact_or_refused(name: str, window: str) -> N
         names = {type(module).__name__ for module in model.modules()}
         assert any(name in str(refusal) for name in names), f"names no class of the model: {refusal}"
         assert all(p.grad is None for p in model.parameters())
+
+
+def test_every_model_type_is_swept() -> None:
+    """Each causal LM of transformers is a family of test_exact.py or a case of the sweep above."""
+    swept = {case if isinstance(case, str) else case.values[0] for case in SWEEP}
+    types = {OTHERS[name][0] for name in swept} | {family.model_type for family in FAMILIES.values()}
+    assert types >= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(OTHERS) >= QUICK
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_attention_feature_has_a_representative(feature: str) -> None:
+    """`make test` skips the other families, so these must have what they stand for."""
+    name, shows_feature = FEATURES[feature]
+    assert shows_feature(build(name).config)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checks import check_family, engine_for
-from families import VOCAB, random_ids, randomize
+from families import VOCAB, mark_full, random_ids, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import oomb
@@ -50,7 +50,7 @@ def build_with_tower(model_type: str) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("model_type", VISION)
+@pytest.mark.parametrize("model_type", mark_full(VISION, quick={"qwen3_vl"}))
 def test_text_alone_is_exact(model_type: str, in_float64: None) -> None:
     """Some of their configs have no bos_token_id, eos_token_id or pad_token_id."""
     check_family(build_with_tower(model_type), random_ids(2, 23, high=IMAGE), 7, 1e-10, checkpoint_layers=True)
