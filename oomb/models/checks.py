@@ -1,4 +1,4 @@
-"""Which models cannot be trained by chunk recurrence, and why. Every check comes before any work."""
+"""Reject models that chunk recurrence cannot train exactly, before any work is done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be trained exactly by chunk recurrence."""
+    """A model that chunk recurrence cannot train exactly.
+
+    Chunks hand on only K and V of causal attention, so a model that carries anything else from token to token is
+    rejected instead of being trained with wrong gradients. The message names the class at fault and what to do.
+    docs/limits.md lists all reasons.
+
+    Example:
+        >>> import oomb, torch
+        >>> try:
+        ...     oomb.Engine(torch.nn.Linear(2, 2))
+        ... except oomb.UnsupportedModelError as error:
+        ...     print(error)
+        Linear is not a Hugging Face model: pass one loaded by AutoModelForCausalLM
+    """
 
 
 def unwrap(model: nn.Module, *, check: bool = True, allow_meta: bool = False) -> PreTrainedModel:
@@ -27,11 +40,11 @@ def unwrap(model: nn.Module, *, check: bool = True, allow_meta: bool = False) ->
         allow_meta: Accept parameters on the meta device.
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a model; pass a Hugging Face causal LM")
+        raise UnsupportedModelError(f"model is a {type(model).__name__}: pass a Hugging Face causal LM")
     if check and type(model).__name__ in DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedModelError(
-            f"the model is wrapped in {type(model).__name__}, whose reduction of gradients over processes the engine "
-            "would pass by: train in one process"
+            f"the model is wrapped in {type(model).__name__}, but the engine does not reduce gradients across the "
+            f"{dist.get_world_size()} processes: train in one process"
         )
     while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
@@ -41,7 +54,7 @@ def unwrap(model: nn.Module, *, check: bool = True, allow_meta: bool = False) ->
         model = model.get_base_model()  # type: ignore[operator]
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a Hugging Face model; pass one made by AutoModelForCausalLM"
+            f"{type(model).__name__} is not a Hugging Face model: pass one loaded by AutoModelForCausalLM"
         )
     if check:
         check_supported(model, allow_meta=allow_meta)
@@ -49,71 +62,92 @@ def unwrap(model: nn.Module, *, check: bool = True, allow_meta: bool = False) ->
 
 
 def check_supported(model: PreTrainedModel, *, allow_meta: bool = False) -> None:
-    """Raises where chunk recurrence would not be exact, going by what the model says of itself."""
+    """Raise `UnsupportedModelError` if the model's config, modules or parameters rule out exact training."""
+    _check_architecture(model)
+    _check_positions(model)
+    _check_parameters(model, allow_meta)
+
+
+def _check_architecture(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in LAYER_TYPES:
             raise UnsupportedModelError(
-                f"layer {index} of {name} is of type {kind!r}: what it carries from token to token is not K and V of "
-                "plain causal attention, so chunks cannot carry it. Models whose layers are all full or sliding-window "
-                "attention can be trained"
+                f"layer {index} of {name} is of type {kind!r}, but chunks can hand on only K and V of causal "
+                "attention: use a model whose layers are all full or sliding-window attention"
             )
     if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
-        raise UnsupportedModelError(f"{name} is not a causal decoder")
+        raise UnsupportedModelError(f"{name} is not a causal decoder: use a decoder-only model")
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
-            f"{name} is set to add a load-balancing loss over the whole sequence (config.output_router_logits=True), "
-            "which chunks do not see: set it to False"
+            f"{name} adds a load-balancing loss over the whole sequence (config.output_router_logits=True), which "
+            "cannot be computed chunk by chunk: set it to False"
         )
     backbone = getattr(model, model.base_model_prefix, None)
     if model.get_output_embeddings() is None or backbone is None or model.base_model_prefix not in model._modules:
         raise UnsupportedModelError(
-            f"{name} has no language-model head on a backbone; pass a model made by AutoModelForCausalLM"
+            f"{name} has no language-model head on top of a backbone: pass a model loaded by AutoModelForCausalLM"
         )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{name} carries a recurrent state ({_find(backbone, _has_state)}) that is not K and V, so chunks cannot "
-            "carry it"
+            f"{name} carries a recurrent state ({_find(backbone, _has_state)}), but chunks can hand on only K and V: "
+            "use a model whose layers are all attention"
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
-            f"{name} computes attention in its own code ({_find(backbone, _is_attention)}) instead of calling "
-            "transformers' attention interface; oomb cannot reach its K and V"
+            f"{name} computes attention in its own code ({_find(backbone, _is_attention)}), so its K and V are out of "
+            "reach: use a model that calls transformers' attention interface"
         )
     if any(_is_bidirectional(module) for module in backbone.modules()):
         raise UnsupportedModelError(
-            f"{name} attends in both directions ({_find(backbone, _is_bidirectional)}); only causal decoders can be "
-            "trained (some encoders become one by config.is_decoder=True)"
+            f"{name} attends in both directions ({_find(backbone, _is_bidirectional)}), but a chunk cannot see later "
+            "ones: use a causal decoder (some encoders become one with config.is_decoder=True)"
         )
+
+
+def _check_positions(model: PreTrainedModel) -> None:
+    name, backbone = type(model).__name__, getattr(model, model.base_model_prefix)
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
-        raise UnsupportedModelError(f"{name} takes no position_ids, so a chunk cannot be placed in its sequence")
+        raise UnsupportedModelError(
+            f"{name} takes no position_ids, so a chunk cannot be told its place in the sequence: use a model whose "
+            "backbone takes them"
+        )
     if any(_counts_positions_itself(module) for module in backbone.modules()):
         raise UnsupportedModelError(
-            f"{name} numbers positions by where padding is, so a chunk cannot be placed in its sequence"
+            f"{name} derives positions from padding, so a chunk cannot be told its place in the sequence: use a model "
+            "that follows position_ids"
         )
+
+
+def _check_parameters(model: PreTrainedModel, allow_meta: bool) -> None:
+    name = type(model).__name__
     if (getattr(model, "tp_size", None) or 1) > 1 or any(_is_distributed(p) for p in model.parameters()):
         raise UnsupportedModelError(
-            f"{name} has parameters that are split over processes (DTensor: tp_plan, tensor parallelism, fully_shard), "
-            "whose gradients the engine would not reduce: load it without tp_plan and train in one process"
+            f"{name} has parameters sharded across processes (DTensor, from tp_plan or fully_shard), whose gradients "
+            "the engine does not reduce: load it without tp_plan and train in one process"
         )
     if not allow_meta and any(p.is_meta for p in model.parameters()):
-        raise UnsupportedModelError(f"{name} has parameters on the meta device; load its weights first")
+        raise UnsupportedModelError(f"{name} has parameters on the meta device: load its weights first")
 
 
 def _check_peft(config: Any) -> None:
     kind = getattr(config, "peft_type", None)
+    kind = str(getattr(kind, "value", kind))
     if getattr(config, "is_prompt_learning", False):
-        raise UnsupportedModelError(f"PEFT's {kind} adds tokens that are not in input_ids; use LoRA or the like")
+        raise UnsupportedModelError(f"PEFT's {kind} adds tokens that are not in input_ids: use LoRA")
     if getattr(config, "alora_invocation_tokens", None):
         raise UnsupportedModelError(
-            "PEFT's aLoRA looks for tokens in the whole sequence, which a chunk is not; use LoRA"
+            "PEFT's aLoRA searches the whole sequence for its invocation tokens, but the model sees one chunk at a "
+            "time: use LoRA"
         )
-    if str(getattr(kind, "value", kind)) == "ADALORA":
-        raise UnsupportedModelError("PEFT's AdaLoRA adds a term to the model's own loss, which is not used; use LoRA")
+    if kind == "ADALORA":
+        raise UnsupportedModelError(
+            "PEFT's AdaLoRA adds a term to the model's own loss, which the engine does not compute: use LoRA"
+        )
 
 
 def check_attention_dropout(backbone: nn.Module) -> None:
-    """Attention kernels do not replay it."""
+    """Raise ValueError if an attention layer in training mode has dropout, which kernels cannot replay."""
     for name, module in backbone.named_modules():
         if module.training and hasattr(module, "layer_idx"):
             for field in ("attention_dropout", "attn_dropout"):
@@ -124,45 +158,53 @@ def check_attention_dropout(backbone: nn.Module) -> None:
 
 
 def attention_dropout_text(name: str, p: float) -> str:
+    """Return the error message for an attention layer with dropout."""
     return (
-        f"{name} has attention dropout {p}, which attention kernels do not replay: load the model with "
-        "attention_dropout=0 (GPT-2 calls it attn_pdrop), or train in eval mode; other dropouts are supported"
+        f"{name} has attention dropout {p}, which attention kernels cannot replay in the gradient pass: load the model "
+        "with attention_dropout=0 (GPT-2: attn_pdrop=0) or train in eval mode. Other dropout is supported"
     )
 
 
 def check_every_layer_attended(
     model: PreTrainedModel, layers: nn.ModuleList, windows: dict[int, int | None], total_length: int
 ) -> None:
-    """Raises if layers have not attended in a forward, or if none has asked for the window that the config speaks of.
-    `windows` are what the layers that attended asked for."""
+    """Raise `UnsupportedModelError` if a forward did not use attention as the config says.
+
+    Args:
+        model: The model that ran.
+        layers: Its decoder layers.
+        windows: Sliding window, or None, that each layer passed to attention.
+        total_length: Length of the whole sequence.
+    """
     name = type(model).__name__
     for index, layer in enumerate(layers):
         if index not in windows:
             raise UnsupportedModelError(
-                f"layer {index} of {name} ({type(layer).__name__}) did not call attention: what it carries from token "
-                "to token is not K and V, so chunks cannot stand for it"
+                f"layer {index} of {name} ({type(layer).__name__}) did not call attention, but chunks can hand on only "
+                "K and V: use a model whose layers are all attention"
             )
-    window = _window(model.config.get_text_config(decoder=True))
+    window = _configured_window(model.config.get_text_config(decoder=True))
     if window is not None and window < total_length and not any(windows.values()):
         raise UnsupportedModelError(
-            f"{name} has a sliding window of {window}, but its layers do not pass it on; use sequences of at most "
-            f"{window} tokens, or set config.sliding_window = None if the model was trained without"
+            f"{name} has a sliding window of {window}, but its layers do not pass it to attention: train on at most "
+            f"{window} tokens, or set config.sliding_window=None if the model was trained without a window"
         )
 
 
-def _window(config: Any) -> int | None:
-    """The sliding window that a config asks for. Some keep one, or a 0, beside a word that says not to use it."""
+def _configured_window(config: Any) -> int | None:
+    """Return the sliding window that a config turns on. Some configs keep one, or a 0, that is switched off."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     is_used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
     return window if isinstance(window, int) and window and is_used else None
 
 
 def _is_distributed(parameter: nn.Parameter) -> bool:
-    # Not by import: where it has not been imported, no parameter is one.
+    # By name: if DTensor has not been imported, no parameter is one, and importing it is slow.
     return "DTensor" in (kind.__name__ for kind in type(parameter).__mro__)
 
 
 def _find(backbone: nn.Module, test: Callable[[nn.Module], bool]) -> str:
+    """Return class and path of the first module that passes the test."""
     for name, module in backbone.named_modules():
         if test(module):
             return f"{type(module).__name__} at {name}"
