@@ -1,6 +1,6 @@
 """Every causal LM of transformers, at a tiny size, is trained exactly or refused.
 
-`make test` runs a few, `make test-full` all. Families that need settings of their own are in tests/engine/test_exact.py.
+`make test` runs a few, `make test-full` all. Families that need their own settings are in tests/engine/test_exact.py.
 """
 
 from __future__ import annotations
