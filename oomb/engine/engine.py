@@ -74,6 +74,10 @@ class Engine:
         finally:
             sequence.close()
 
+    def expect_optimizer(self, *, on_host: bool) -> None:
+        """Say where the optimizer will keep its states. By default the engine leaves room for them on the GPU."""
+        self.allocator.optimizer_on_host = on_host
+
     def release(self) -> None:
         """Gives back the memory that is held for the pages of later calls. The next call takes it anew."""
         with engine_lock:

@@ -116,6 +116,18 @@ def without_checkpointing(args: TrainingArguments) -> TrainingArguments:
     return with_settings(args, **NO_CHECKPOINTING, _n_gpu=min(args.n_gpu, 1))
 
 
+def without_offloading(args: Any) -> Any:
+    """Return the arguments of a TRL trainer with everything switched off that the engine does itself. TRL's configs ask
+    for gradient checkpointing by default, so switching that off is no news."""
+    if getattr(args, "activation_offloading", False):
+        warnings.warn(
+            "activation_offloading=True is switched off: the engine holds the activations of one chunk. To move K and "
+            "V to the host, set gpu_memory in engine_config=oomb.Config(...).",
+            stacklevel=4,
+        )
+    return with_settings(args, **NO_CHECKPOINTING, activation_offloading=False)
+
+
 def asks_for_checkpointing(args: Any) -> bool:
     return any(getattr(args, name, False) for name in CHECKPOINTING)
 

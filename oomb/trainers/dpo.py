@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from oomb.engine.engine import Engine
 from oomb.trainers.trl_base import EngineForward, TRLTrainer, trainer_class
@@ -62,13 +62,7 @@ class DPOMixin(TRLTrainer):
             if is_separate:
                 engine.release()
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
         is_precomputed = self.precompute_ref_logps
         if not is_precomputed:
             # TRL would ask the reference after the model, while the model's pages wait for their backward. Asked
@@ -77,7 +71,7 @@ class DPOMixin(TRLTrainer):
             inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         self.precompute_ref_logps = True
         try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super()._batch_loss(inputs, num_items)
         finally:
             self.precompute_ref_logps = is_precomputed
 

@@ -14,7 +14,7 @@ class SFTMixin(TRLTrainer):
     `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
     """
 
-    def _refuse(self, args: Any, named: dict[str, Any]) -> None:
+    def _check(self, args: Any, named: dict[str, Any]) -> None:
         if named.get("compute_loss_func") is not None:
             raise ValueError(
                 "compute_loss_func takes logits, which the engine never holds: subclass oomb.SFTTrainer and build the "

@@ -83,7 +83,7 @@ class Trainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         # An unsupported model is refused here, before any data is read.
-        self.engine.allocator.optimizer_on_host = self._has_states_on_host
+        self.engine.expect_optimizer(on_host=self._has_states_on_host)
 
     def create_optimizer(self, *positional: Any, **options: Any) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
@@ -102,7 +102,7 @@ class Trainer(ResumableTrainer):
                 set_checkpointing(unwrap(self.model), on=False)
                 warn_checkpointing_off("The model has gradient checkpointing enabled")
             self._engine = Engine(self.model, self.engine_config)
-            self._engine.allocator.optimizer_on_host = self._has_states_on_host
+            self._engine.expect_optimizer(on_host=self._has_states_on_host)
             self._engine_of = model_and_device
         return self._engine
 
@@ -117,16 +117,14 @@ class Trainer(ResumableTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        loss = self._batch_loss(inputs, num_items_in_batch)
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+    def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
         check_inputs(inputs)
         # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
         with self.accelerator.autocast():
-            loss = self.engine.loss(
-                inputs["input_ids"],
-                inputs.get("labels"),
-                num_items=num_items_in_batch,
-                **layout_of(inputs),
-            )
-        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+            return self.engine.loss(inputs["input_ids"], inputs.get("labels"), num_items=num_items, **layout_of(inputs))
 
     def prediction_step(
         self,
@@ -135,14 +133,20 @@ class Trainer(ResumableTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs = with_labels(inputs)
-        loss, _, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, labels = self._eval_loss(model, inputs, prediction_loss_only, ignore_keys)
         if prediction_loss_only:
             return loss, None, None
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.accelerator.autocast():
             logprobs = self.engine.logprobs(inputs["input_ids"], **layout_of(inputs))
         return loss, logprobs, labels
+
+    def _eval_loss(
+        self, model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss and the labels of an evaluation batch."""
+        loss, _, labels = super().prediction_step(model, with_labels(inputs), loss_only, ignore_keys)
+        return loss, labels
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device

@@ -9,7 +9,6 @@ B batch, T tokens, N tokens that count, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
@@ -26,7 +24,7 @@ from oomb.engine.head import TokenHead
 from oomb.engine.packing import PackedInputs
 from oomb.models.checks import unwrap
 from oomb.ops.logprob import IGNORE_INDEX, PLAIN_TILE
-from oomb.trainers.arguments import NO_CHECKPOINTING, layout_of, unknown_inputs, with_settings
+from oomb.trainers.arguments import layout_of, unknown_inputs, without_offloading
 from oomb.trainers.trainer import Trainer
 
 OLDEST = "1.15"
@@ -187,7 +185,7 @@ class TRLTrainer(Trainer):
             unwrap(model)
             _reject_router_loss(model, args)
         named["max_skipped_steps"] = max_skipped_steps
-        super().__init__(model, _taken_over(args), engine_config=engine_config, optimizer=optimizer, **named)
+        super().__init__(model, without_offloading(args), engine_config=engine_config, optimizer=optimizer, **named)
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
                 "the training data has images, which the engine does not read: leave out the columns image and images, "
@@ -201,31 +199,16 @@ class TRLTrainer(Trainer):
             raise ValueError(_router_loss_text(self.router_aux_loss_coef))
         return super().engine
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
         forward = EngineForward(self.engine, self.accelerator.autocast, self.noted)
-        loss = super(Trainer, self).compute_loss(forward, inputs, num_items_in_batch=num_items_in_batch)
-        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+        return super(Trainer, self).compute_loss(forward, inputs, num_items_in_batch=num_items)
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _eval_loss(
+        self, model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         loss, _, _ = super(Trainer, self).prediction_step(model, inputs, True, ignore_keys)
-        if prediction_loss_only:
-            return loss, None, None
         inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.accelerator.autocast():
-            logprobs = self.engine.logprobs(inputs["input_ids"], **layout_of(inputs))
-        return loss, logprobs, inputs.get("labels", inputs["input_ids"])
+        return loss, inputs.get("labels", inputs.get("input_ids"))
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
         return super(Trainer, self).get_batch_samples(*args, **options)
@@ -293,15 +276,3 @@ def _router_loss_text(weight: float) -> str:
         f"router_aux_loss_coef is {weight}: TRL would add a load-balancing loss over the whole sequence, which chunks "
         "do not see; pass router_aux_loss_coef=0.0 in the trainer's config"
     )
-
-
-def _taken_over(args: Any) -> Any:
-    """Return the arguments with everything switched off that the engine does itself. TRL's configs ask for gradient
-    checkpointing by default, so that is no news."""
-    if getattr(args, "activation_offloading", False):
-        warnings.warn(
-            "activation_offloading=True is switched off: the engine holds the activations of one chunk. To move K and "
-            "V to the host, set gpu_memory in engine_config=oomb.Config(...).",
-            stacklevel=4,
-        )
-    return with_settings(args, **NO_CHECKPOINTING, activation_offloading=False)
