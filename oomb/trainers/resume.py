@@ -7,25 +7,22 @@ or the process is killed, saving in the middle of a step, and the few things on 
 from __future__ import annotations
 
 import json
-import random
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from oomb.models.weight_files import find_broken_file
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import FiniteSteps
+from oomb.trainers.step_state import SeededByEpoch, StepSnapshot, random_state, set_random_state
 from oomb.utils import files
 from oomb.utils.lock import locked
 
@@ -180,6 +177,13 @@ class ResumableTrainer(FiniteSteps):
         tensors = [x for state in states for x in state.values() if isinstance(x, Tensor)]
         return checkpoints.weight_bytes(self.model) + sum(x.numel() * x.element_size() for x in tensors)
 
+    def _run_epoch(self, *positional: Any, **options: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            # A finished run that is resumed: transformers counts steps only after the next one.
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*positional, **options)
+
     def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
         """All that follows a step. A checkpoint that cannot be written is no reason to lose hours of training: it is
         said aloud and training goes on, unless it was to be the last one."""
@@ -312,40 +316,6 @@ class ResumableTrainer(FiniteSteps):
             self._globalstep_last_logged = self._rest["last_logged_step"]
 
 
-@dataclass(frozen=True, eq=False)
-class StepSnapshot:
-    """What a training step leaves behind beside weights and optimizer, and the next one changes before it is done."""
-
-    random: dict[str, Any]
-    loss: Tensor
-    """Of the steps since the last logged one, up to this."""
-    flos: tuple[float, float]
-    num_tokens: Any
-
-    @staticmethod
-    def of(trainer: Any) -> StepSnapshot:
-        flos = trainer.current_flos, trainer.state.total_flos
-        return StepSnapshot(random_state(), trainer._tr_loss.clone(), flos, trainer.state.num_input_tokens_seen)
-
-    @contextmanager
-    def restored(self, trainer: Any) -> Iterator[None]:
-        """The trainer as it was then, for the time of a `with`."""
-        now, now_loss = StepSnapshot.of(trainer), trainer._tr_loss
-        # An interrupted evaluation comes after the log of its step.
-        is_logged = trainer._globalstep_last_logged == trainer.state.global_step
-        self._set(trainer, torch.zeros_like(self.loss) if is_logged else self.loss)
-        try:
-            yield
-        finally:
-            now._set(trainer, now_loss)
-
-    def _set(self, trainer: Any, loss: Tensor) -> None:
-        set_random_state(self.random)
-        trainer._tr_loss = loss
-        trainer.current_flos, trainer.state.total_flos = self.flos
-        trainer.state.num_input_tokens_seen = self.num_tokens
-
-
 class _Steps(TrainerCallback):
     """Tells a trainer what only callbacks are told."""
 
@@ -405,39 +375,3 @@ def _check_shapes(optimizer: Any, folder: Path) -> None:
                     f"{folder} is damaged or belongs to another model: {name} in optimizer.pt has shape "
                     f"{tuple(moment.shape)}, its parameter {tuple(parameter.shape)}; {checkpoints.instead_of(folder)}"
                 )
-
-
-class SeededByEpoch(Sampler[int]):
-    """A sampler that draws from a generator, in an order that the seed and the epoch decide: a run that is resumed in
-    the middle of an epoch finds the same one."""
-
-    def __init__(self, sampler: Any, seed: int | None) -> None:
-        self.sampler, self.seed, self.epoch = sampler, seed or 0, 0
-        sampler.generator = torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.sampler.generator.manual_seed(self.seed + self.epoch)
-        return iter(self.sampler)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-def random_state() -> dict[str, Any]:
-    """Of every generator that training may draw from."""
-    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    state["numpy"] = numpy.random.get_state()  # noqa: NPY002 (a data set may use it)
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

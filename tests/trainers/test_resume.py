@@ -228,6 +228,18 @@ def test_weights_alone_are_resumed_with_a_warning(tmp_path: Path) -> None:
         trainer_of("dropout", tmp_path / "b").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
+    """An epoch has five steps, so the run ends within its second epoch."""
+    whole = trainer_of("dropout", tmp_path)
+    whole.train()
+    again = trainer_of("dropout", tmp_path, seed=2)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == NUM_STEPS
+    assert again.state.log_history[:-1] == whole.state.log_history[:-1]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+
+
 def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no whole checkpoint in"):
         trainer_of("dropout", tmp_path).train(resume_from_checkpoint=True)
