@@ -28,7 +28,9 @@ def locked(output_dir: Path) -> Iterator[None]:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--output_dir {output_dir} cannot be made: {error.strerror}; name another") from error
+        raise ValueError(
+            f"output_dir {output_dir} cannot be created: {error.strerror}; choose another folder"
+        ) from error
     path = output_dir / LOCK
     descriptor = _taken(path)
     try:
