@@ -1,8 +1,8 @@
-"""Gradients of parameters of 16 bits, summed over many chunks.
+"""Sum parameter gradients over many chunks without losing small ones.
 
-A thousand bfloat16 additions lose what each of them adds. So each chunk's gradient is added, as soon as autograd has
-it, to a sum in float32 that is rounded once at the end of the pass; or, where these take too much memory, to one of 16
-bits that is rounded at random, which loses nothing on average.
+A thousand bfloat16 additions with round-to-nearest lose most of what they add. Each chunk's gradient is therefore added
+to a float32 sum that is rounded once at the end of the pass or, if float32 takes too much memory, to a 16-bit sum with
+stochastic rounding, which is unbiased.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from oomb.ops.rounding import add_, mix
 
 @contextmanager
 def accumulate(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int = 0) -> Iterator[None]:
-    """A gradient pass: many backward calls that make one gradient.
+    """Sum the gradients of many backward calls into one, for the duration of a `with`.
 
-    With `in_float32`, gradients of lower precision are summed in float32 and added to `.grad` at the end; if the body
-    fails, those `.grad` are as before. Without, they are added to `.grad` and rounded at random by `seed`. Users' hooks
-    that want a parameter's finished gradient (an optimizer that steps in the backward, say) run once, at the end.
+    Hooks that users registered with `register_post_accumulate_grad_hook`, such as an optimizer that steps in the
+    backward, run once, at the end.
+
+    Args:
+        parameters: Parameters of the model.
+        in_float32: Sum gradients of less than 4 bytes in float32 and add the sums to `.grad` at the end. If the body
+            raises, these `.grad` stay as they were. Otherwise add to `.grad` with stochastic rounding.
+        seed: Seed of stochastic rounding.
     """
     parameters = [p for p in parameters if p.requires_grad]
     hooks = {p: dict(p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks}
     for parameter in hooks:
         parameter._post_accumulate_grad_hooks.clear()
-    short = [p for p in parameters if p.dtype.itemsize < 4]
+    narrow = [p for p in parameters if p.dtype.itemsize < 4]
     try:
-        with _float32_sums(short) if in_float32 else _half_precision_sums(short, seed):
+        with _float32_sums(narrow) if in_float32 else _half_precision_sums(narrow, seed):
             yield
     finally:
         for parameter, own in hooks.items():
@@ -43,18 +48,18 @@ def accumulate(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int =
 
 
 def reject_tensor_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """`Parameter.register_hook` would see the gradient of one chunk at a time and take it for the whole."""
+    """Raise ValueError for a `Parameter.register_hook`, which would take one chunk's gradient for the whole."""
     for name, parameter in parameters:
         if parameter._backward_hooks:
             raise ValueError(
-                f"{name} has a hook on its gradient, which would run for every chunk: use "
-                "register_post_accumulate_grad_hook, which runs once"
+                f"{name} has a hook from register_hook, which would run for every chunk: use "
+                "register_post_accumulate_grad_hook, which runs once per backward"
             )
 
 
 @contextmanager
 def _intercept(parameters: list[nn.Parameter], take: Callable[[nn.Parameter], None]) -> Iterator[list[Tensor | None]]:
-    """Every gradient that autograd makes goes to `take`, which leaves none behind. Yields those of before."""
+    """Call `take` for every new gradient; it must reset `.grad`. Yield the gradients from before."""
     before = [p.grad for p in parameters]
     handles = []
     for parameter in parameters:
@@ -120,15 +125,17 @@ def _half_precision_sums(parameters: list[nn.Parameter], seed: int) -> Iterator[
 
 
 def float32_sums_fit(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-    """Whether float32 sums take at most a quarter of the GPU. The rule does not look at the sequence, so that a longer
-    one takes more pages and nothing else."""
+    """Return whether float32 sums take at most a quarter of the GPU's memory.
+
+    The sequence length plays no part, so a longer sequence never changes how gradients are summed.
+    """
     if device.type != "cuda":
         return True
     return missing_bytes(parameters, in_float32=True) <= torch.cuda.get_device_properties(device).total_memory / 4
 
 
 def missing_bytes(parameters: Iterable[nn.Parameter], in_float32: bool) -> int:
-    """Bytes that a gradient pass has to take for parameter gradients: float32 sums, or those that do not exist yet."""
+    """Return the bytes a gradient pass must allocate for parameter gradients: float32 sums, or missing `.grad`."""
     total = 0
     for p in parameters:
         if p.requires_grad and in_float32 and p.dtype.itemsize < 4:

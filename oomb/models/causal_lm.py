@@ -123,7 +123,7 @@ class CausalLM:
     def state(self, *, with_sums: bool = False) -> ModelState:
         """Return the model's state as its owner knows it: the modes that a pass sets do not show."""
         with engine_lock:
-            return ModelState.of(self.lm, with_sums=with_sums)
+            return ModelState.capture(self.lm, with_sums=with_sums)
 
     @contextmanager
     def activate(

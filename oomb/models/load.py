@@ -1,4 +1,4 @@
-"""Named model shapes and the one way to a model: a preset (random weights), a folder, or a hub id."""
+"""Load configs, models and tokenizers by name: a preset (random weights), a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a name that can be neither a preset, nor a model folder, nor a hub id. Touches no network."""
+    """Raise ValueError if a name cannot be a preset, a model folder or a hub id. Uses no network."""
     if is_preset(name):
         return
     path = Path(name).expanduser()
     if path.is_dir():
         if weight_files.holds_adapters(name):
             raise ValueError(
-                f"{name} holds LoRA adapters without their base model; merge them first, with their tokenizer: "
+                f"{name} holds LoRA adapters without their base model. Merge them first, and save the tokenizer there: "
                 f'peft.AutoPeftModelForCausalLM.from_pretrained("{name}").merge_and_unload().save_pretrained("merged")'
             )
         if not (path / "config.json").is_file():
             raise ValueError(
-                f"{name} is a folder without a config.json, so it is no saved model; name a folder that "
-                "save_pretrained has written"
+                f"{name} has no config.json, so it is not a saved model: name a folder written by save_pretrained"
             )
         return
     if path.exists():
-        raise ValueError(f"{name} is a file; a model is a folder with a config.json and weights")
-    # Hub ids are "owner/name". A bare word is a mistyped preset far more often than one of the hub's old aliases.
+        raise ValueError(f"{name} is a file: name the folder that holds config.json and the weights")
+    # The hub has a few old aliases without an owner, but a bare word is far more often a mistyped preset.
     looks_like_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
     if not looks_like_hub_id:
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5) or near_paths(path)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"{name!r} is not a preset, not a folder here and not a hub id (owner/name){hint} "
+            f"{name!r} is not a preset, a folder here or a hub id (owner/name){hint} "
             f"The presets are {', '.join(PRESETS)}"
         )
 
@@ -61,17 +60,17 @@ def near_paths(path: Path) -> list[str]:
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
-    """How many positions a model was made for: those of its config, or what its RoPE is scaled to, if that is more."""
+    """Return how many positions a model supports, including its RoPE scaling, or None if the config does not say."""
     text = config.get_text_config()
     own = getattr(text, "max_position_embeddings", None)
     if own is None:
         return None
     positions = own
     rope = getattr(text, "rope_parameters", None) or {}
-    # One set of parameters, or one for each kind of layer.
+    # Some configs have one set of parameters, some one per layer type.
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type", "default") != "default":
-            # Dynamic RoPE counts from the positions of the config.
+            # Dynamic RoPE scales the positions of the config.
             is_dynamic = parameters["rope_type"] == "dynamic"
             original = parameters.get("original_max_position_embeddings") or (own if is_dynamic else 0)
             positions = max(positions, int(original * (parameters.get("factor") or 1)))
@@ -79,8 +78,17 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The config of a preset, a folder or a hub id, without its weights. Python code that comes with it runs only with
-    `trust_remote_code`; a model that needs it is refused otherwise, here and in the functions below."""
+    """Return the config of a preset, a folder or a hub id.
+
+    Args:
+        name_or_path: Name of the model.
+        trust_remote_code: Run Python code that comes with the model. Without it, a model that needs such code raises
+            ValueError.
+
+    Example:
+        >>> load_config("qwen2.5-7b").num_hidden_layers
+        28
+    """
     check_model_name(name_or_path)
     if is_preset(name_or_path):
         return preset_config(name_or_path)
@@ -99,11 +107,16 @@ def load_model(
     config: PretrainedConfig | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM from a preset (random weights, made on the device itself), a folder or a hub id.
+    """Return a causal LM from a preset, a folder or a hub id.
 
-    `num_layers` keeps only the first layers, to try a model that is too large for the machine. `config` is what
-    `load_config` returned, where that has been called already. Attention is PyTorch's own (SDPA) where the model's is
-    plain, and the model's where it has a soft cap: some releases of transformers would take SDPA and leave it out.
+    Args:
+        name_or_path: Name of the model. Presets get random weights, created on the device.
+        dtype: "auto" or the name of a dtype.
+        device: "auto" or the name of a device.
+        attn_implementation: Attention of the model's own forward, as in `from_pretrained`.
+        num_layers: Keep only the first layers, to try a model that is too large for the machine.
+        config: What `load_config` returned, to avoid loading it again.
+        trust_remote_code: Run Python code that comes with the model.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -114,6 +127,7 @@ def load_model(
     if num_layers is not None:
         _keep_layers(config, num_layers)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        # Some releases of transformers would pick SDPA, which ignores the soft cap.
         attn_implementation = "eager"
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     if is_preset(name_or_path):
@@ -138,9 +152,19 @@ def meta_model(
 def load_weights(
     name_or_path: str, *, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """A causal LM from a folder or a hub id, all of whose parameters come from there. `options` are those of
-    `from_pretrained`. Raises ValueError where files are missing or damaged, or do not hold what the config describes:
-    what is missing transformers would make at random, with a warning."""
+    """Return a causal LM from a folder or a hub id, with every parameter loaded from its files.
+
+    transformers would initialize missing parameters at random and only warn.
+
+    Args:
+        name_or_path: Folder or hub id.
+        config: Config of the model.
+        trust_remote_code: Run Python code that comes with the model.
+        options: Other arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: Files are missing or damaged, or do not match the config.
+    """
     from transformers import AutoModelForCausalLM
 
     is_quantized = getattr(config, "quantization_config", None) is None and options.get("quantization_config")
@@ -155,60 +179,60 @@ def load_weights(
             **options,
         )
     except Exception as error:
-        # Of any type: of safetensors, of torch, of pickle. The files are a better witness than its words.
+        # safetensors, torch and pickle raise errors of any type; inspecting the files tells what is wrong.
         broken = weight_files.find_broken_file(weight_files.model_folder(name_or_path))
         if broken is None:
             raise
         raise ValueError(broken) from error
-    wrong = {key: (list(there), list(here)) for key, there, here in found["mismatched_keys"]}
-    # Weights that are quantised as they are loaded transformers takes in any shape.
+    wrong = {key: (list(saved), list(expected)) for key, saved, expected in found["mismatched_keys"]}
+    # transformers does not compare shapes of weights that it quantizes while loading.
     if is_quantized:
         described = meta_model(config, trust_remote_code=trust_remote_code)
         wrong |= weight_files.mismatched_shapes(name_or_path, described)
     if wrong:
-        key, (there, here) = min(wrong.items())
+        key, (saved, expected) = min(wrong.items())
         holder = weight_files.saved_shapes(name_or_path).get(key, (name_or_path, None))[0]
-        more = f" ({len(wrong) - 1} more are of other shapes too)" if len(wrong) > 1 else ""
+        more = f" ({len(wrong) - 1} more differ)" if len(wrong) > 1 else ""
         raise ValueError(
-            f"{holder} has {key} of the shape {there}, and config.json asks for {here}{more}: they are of different "
-            "models; download or copy both again"
+            f"{holder} has {key} of shape {saved}, but config.json describes {expected}{more}: they belong to "
+            "different models; download or copy both again"
         )
-    # Tied parameters are there once, under the first of their names.
-    expected = {key for key, _ in model.named_parameters()}
-    missing = sorted(expected & set(found["missing_keys"]))
+    # `named_parameters` lists tied parameters once.
+    names = {key for key, _ in model.named_parameters()}
+    missing = sorted(names & set(found["missing_keys"]))
     if missing:
-        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(
-            f"the weights of {name_or_path} lack {len(missing)} of the {len(expected)} parameters that its config.json "
-            f"describes, and these would start at random: {names}; download or copy both again"
+            f"the weights of {name_or_path} lack {len(missing)} of the {len(names)} parameters that its config.json "
+            f"describes, which would be initialized at random: {listed}; download or copy both again"
         )
     return model
 
 
 def load_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a hub id. Presets have none: they read bytes (see `oomb.data`)."""
+    """Return the tokenizer of a folder or a hub id, or raise ValueError if it has none. Presets read bytes instead."""
     from transformers import AutoTokenizer
 
     if is_preset(name_or_path):
-        raise ValueError(f"the preset {name_or_path!r} has no tokenizer; it reads bytes")
+        raise ValueError(f"the preset {name_or_path!r} has no tokenizer: it reads bytes")
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
-        # A folder of a tokenizer alone has no config.json, so it is not checked as a model is.
+        # A folder with only a tokenizer has no config.json, so `check_model_name` would refuse it.
         if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-            raise ValueError(f"{name_or_path} holds no tokenizer; name one with --tokenizer_name")
+            raise ValueError(f"{name_or_path} has no tokenizer: name one with --tokenizer_name")
     else:
         check_model_name(name_or_path)
     try:
         return _from_hugging_face(AutoTokenizer, name_or_path, trust_remote_code)
     except Exception as error:
-        # A file of a later version is a bare Exception to tokenizers.
+        # tokenizers raises a bare Exception for files of a later version.
         if type(error) not in (TypeError, KeyError, Exception):
             raise
-        raise ValueError(f"{name_or_path} holds no tokenizer that transformers can load ({error})") from error
+        raise ValueError(f"{name_or_path} has no tokenizer that transformers can load ({error})") from error
 
 
 def own_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that was saved with a model, or None if there is none that can be read."""
+    """Return the tokenizer saved with a model, or None if there is none that loads."""
     if is_preset(model):
         return None
     try:
@@ -227,7 +251,7 @@ def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
 
 
 def _from_hugging_face(auto_class: Any, name: str, trust_remote_code: bool, **options: Any) -> Any:
-    # Left out, transformers would ask on standard input, and run what a stray "y" there allows.
+    # Always pass it: by default, transformers asks on standard input, and a stray "y" there would run the code.
     options["trust_remote_code"] = trust_remote_code
     path = Path(name).expanduser()
     if path.is_dir():
@@ -245,14 +269,14 @@ def _from_hugging_face(auto_class: Any, name: str, trust_remote_code: bool, **op
             raise ValueError(f"the hub id {name!r} could not be loaded: {_first_line(error)}") from error
         raise ValueError(
             f"the hub id {name!r} could not be loaded: {offline}, and it is not in the local cache. "
-            f"Name a local folder that save_pretrained wrote, or a preset: {', '.join(PRESETS)}"
+            f"Name a local folder written by save_pretrained, or a preset: {', '.join(PRESETS)}"
         ) from error
 
 
 def _reject_remote_code(
     auto_class: Any, name: str, *, trust_remote_code: bool, config: PretrainedConfig | None = None, **options: Any
 ) -> None:
-    """Raise ValueError if something could not be loaded because that takes Python code of its own."""
+    """Raise ValueError if loading failed because the model or tokenizer needs Python code of its own."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder = weight_files.model_folder(name)
@@ -265,20 +289,20 @@ def _reject_remote_code(
         needs_code = kind in described["auto_map"] or isinstance(described["auto_map"], list)
     except (ValueError, KeyError, TypeError):
         return
-    # What transformers knows itself it loads with its own code, whatever comes with the files.
+    # transformers loads architectures it knows with its own code, even if other code is next to the files.
     is_known = described.get("model_type") in CONFIG_MAPPING
     if config is not None:
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if needs_code and not is_known:
         raise ValueError(
-            f"{name} needs Python code that comes with it (auto_map in its {file}), and such code can do anything that "
-            f"you can. Read the .py files in {folder}, and pass --trust_remote_code if you trust them"
+            f"{name} needs Python code that comes with it (auto_map in its {file}), and that code runs with all your "
+            f"permissions. Read the .py files in {folder}, and pass --trust_remote_code if you trust them"
         )
 
 
 @functools.cache
 def _why_offline() -> str | None:
-    """Why the hub cannot be asked, or None if it can. Asked once: its client would try each file again and again."""
+    """Return why the hub cannot be reached, or None if it can. Cached, because its client retries for every file."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -286,7 +310,7 @@ def _why_offline() -> str | None:
         return "HF_HUB_OFFLINE is set"
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:  # of whichever HTTP library the client uses
+    except Exception as error:  # of any type: the client may use any HTTP library
         return f"{constants.ENDPOINT} cannot be reached ({_first_line(error)}; HF_HUB_OFFLINE=1 skips the attempt)"
     return None
 

@@ -1,4 +1,4 @@
-"""Named model shapes with random weights."""
+"""Define presets: named model shapes that get random weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# A preset is a shape: the arguments of the Hugging Face config, without weights and without a tokenizer.
+# Arguments of the Hugging Face config. Presets have neither weights nor a tokenizer.
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
-        # Small enough for two CPU cores at 16K tokens, where attention is nearly all the work: hence few, narrow heads.
-        # 264 = 256 bytes, the specials of `oomb.data`, and padding to a multiple of 8, which matrix units like.
+        # Attention is nearly all the work at 16K tokens, so a few narrow heads keep two CPU cores fast enough.
+        # 264 = 256 bytes + the special tokens of `oomb.data`, padded to a multiple of 8 for matrix units.
         "model_type": "llama",
         "vocab_size": 264,
         "hidden_size": 128,
@@ -26,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        # Wider than the usual 0.02, which suits models thirty times as wide and learns slowly here.
+        # The usual 0.02 suits models 30 times as wide and learns slowly here.
         "initializer_range": 0.05,
         "bos_token_id": None,
         "eos_token_id": 256,
@@ -95,15 +95,29 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def is_preset(name: str) -> bool:
-    """In capitals too, unless a folder is called so: `SmolLM2-135M` may be a model that someone has saved."""
+    """Return whether a name is a preset, ignoring case unless a folder has that name.
+
+    Example:
+        >>> is_preset("Qwen2.5-7B")
+        True
+    """
     return name in PRESETS or (name.lower() in PRESETS and not Path(name).is_dir())
 
 
 def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The Hugging Face config of a preset, e.g. `preset_config("qwen2.5-7b", num_hidden_layers=2)`."""
+    """Return the Hugging Face config of a preset.
+
+    Args:
+        name: Name of the preset.
+        overrides: Fields of the config to replace.
+
+    Example:
+        >>> preset_config("qwen2.5-7b", num_hidden_layers=2).num_hidden_layers
+        2
+    """
     from transformers import AutoConfig
 
     if not is_preset(name):
-        raise ValueError(f"no preset is called {name!r}; the presets are {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
     shape = {**PRESETS[name.lower()], **overrides}
     return AutoConfig.for_model(shape.pop("model_type"), **shape)

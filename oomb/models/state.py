@@ -1,4 +1,4 @@
-"""What must be the same in both passes over a sequence: weights, training modes, PEFT adapters."""
+"""Detect changes of a model between the two passes: weights, training modes, PEFT adapters."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 @dataclass
 class ModelState:
-    """A model's state at one time. Comparing two of them tells whether it changed in between."""
+    """State of a model at one time. Comparing two states shows whether the model changed in between."""
 
     layouts: dict[nn.Parameter, list[tuple[Any, ...]]]
-    """Where each parameter lies and in which order: sums of one that lies otherwise would be the same. By parameter
-    and not in order: PEFT takes parameters out of their modules and puts them back at the end."""
+    """Address, dtype, shape and strides of each parameter, since a transposed weight has the same checksum. A dict,
+    because PEFT may reorder a module's parameters."""
     versions: dict[nn.Parameter, int]
-    """Of trained parameters. PEFT raises those of frozen ones without changing them."""
+    """Version counters of trained parameters. PEFT increments those of frozen ones without changing them."""
     sums: dict[torch.device, Tensor] | None
-    """`checksums` of the parameters; None where no gradients will be computed."""
+    """`checksums` of the parameters; None if no gradients will be computed."""
     modes: list[bool]
+    """Whether each module is in training mode."""
     adapters: list[tuple[Any, ...]]
+    """Enabled, active and merged adapters of each PEFT layer."""
     compared_in: int = -1
-    """The autograd call that compared the sums last. It walks back all sequences of a loss: one comparison does."""
+    """Autograd call that last compared the sums. It runs the gradient passes of all sequences of a loss, and one
+    comparison is enough for them."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, with_sums: bool) -> ModelState:
-        """Return the state of the model now. Sums cost one read of the weights."""
+    def capture(cls, model: nn.Module, *, with_sums: bool) -> ModelState:
+        """Return the current state of a model. `with_sums` reads all weights once."""
         parameters = list(model.parameters())
         return cls(
             layouts={p: [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in _parts(p)] for p in parameters},
@@ -45,8 +48,14 @@ class ModelState:
         )
 
     def check_unchanged(self, now: ModelState, *, with_sums: bool = False) -> None:
-        """Raise if weights or adapters are others by now; `with_sums` reads the weights. Modes may differ: both passes
-        run in those of the first."""
+        """Raise RuntimeError if weights or adapters have changed.
+
+        Training modes may differ, because both passes run in the modes of the first.
+
+        Args:
+            now: The current state.
+            with_sums: Compare checksums, too, which reads all weights.
+        """
         changed = None
         if now.adapters != self.adapters:
             changed = "adapters"
@@ -58,14 +67,14 @@ class ModelState:
             changed = "parameters"
         if changed is not None:
             raise RuntimeError(
-                f"the model's {changed} changed between the loss and its backward, so its gradients would be of "
-                "neither: call backward before the optimizer steps or adapters are switched"
+                f"the model's {changed} changed between the loss and its backward, so the gradients would be wrong: "
+                "call backward before the optimizer steps or adapters are switched"
             )
 
     def _have_sums_changed(self) -> bool:
         call = torch._C._current_graph_task_id()
         is_compared = call != -1 and call == self.compared_in
-        # Users' hooks on finished gradients run between the sequences of a call, and may step an optimizer.
+        # Users' hooks on finished gradients run between the sequences of a call and may step an optimizer.
         if self.sums is None or (is_compared and not any(p._post_accumulate_grad_hooks for p in self.layouts)):
             return False
         now = checksums(list(self.layouts))
@@ -75,11 +84,10 @@ class ModelState:
 
 @torch.no_grad()
 def checksums(parameters: list[nn.Parameter]) -> dict[torch.device, Tensor]:
-    """Return, by device, one integer for each tensor that parameters consist of: the sum of its bits as 8-byte words.
+    """Return one integer per tensor, grouped by device: the sum of its bytes as 8-byte words.
 
-    In-place changes through `.data` leave version and address alone; only the numbers tell. Every weight is read once:
-    15 GB of a 7B model in bfloat16, about 4 ms at an H200's 4 TB/s. A model has hundreds of parameters, so each costs
-    one kernel. Nothing waits for the device here.
+    In-place changes through `.data` touch neither version nor address; only the values show them. Reading 15 GB, a 7B
+    model in bfloat16, takes about 4 ms at an H200's 4 TB/s, with one kernel per parameter and no synchronization.
     """
     sums: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -89,10 +97,12 @@ def checksums(parameters: list[nn.Parameter]) -> dict[torch.device, Tensor]:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Return the sum, modulo 2^64, of a tensor's bytes in words of 8. Words are summed as they are: a sum of smaller
-    integers would first make a copy of 8 bytes for each."""
+    """Return the sum of a tensor's bytes as 8-byte words, modulo 2^64.
+
+    Summing smaller integers would first widen each of them to 8 bytes in a copy.
+    """
     if not x.is_contiguous():
-        # In the order of its storage a transposed tensor is contiguous, and read without a copy.
+        # A transposed tensor is contiguous in the order of its storage, so it is read without a copy.
         x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).contiguous()
     flat = x.view(-1)
     if flat.storage_offset() * flat.itemsize % 8:
@@ -105,7 +115,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that hold a tensor's numbers: itself, or those inside of a quantized one."""
+    """Yield the plain tensors that hold a tensor's values: itself, or the parts of a quantized one."""
     if is_traceable_wrapper_subclass(x):
         for name in x.__tensor_flatten__()[0]:
             yield from _parts(getattr(x, name))

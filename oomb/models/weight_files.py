@@ -1,6 +1,6 @@
-"""The files that hold a saved model's weights: which are missing or damaged, and the shapes of what is in them.
+"""Inspect the weight files of a saved model: find missing or damaged ones, and read the shapes of their tensors.
 
-Told by their sizes and headers, as nothing else says which file it is.
+Reads only sizes and headers. Errors of the libraries that load the files rarely name the file at fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def model_folder(name_or_path: str) -> Path | None:
-    """The folder of a model's files; of a hub id, its copy in the cache."""
+    """Return the folder of a model's files (for a hub id, its copy in the cache), or None if there is none."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
@@ -31,7 +31,11 @@ def model_folder(name_or_path: str) -> Path | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Those that transformers would read, there or not. Raises ValueError where the index of them is damaged."""
+    """Return the files that transformers would read, whether or not they exist.
+
+    Raises:
+        ValueError: The index that lists them is damaged.
+    """
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).exists():
             return [folder / name]
@@ -40,13 +44,13 @@ def _weight_files(folder: Path) -> list[Path]:
             try:
                 shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise ValueError(f"{index} is damaged: it does not say where weights are") from error
+                raise ValueError(f"{index} is damaged: it does not list the weight files") from error
             return [folder / shard for shard in shards]
     return []
 
 
 def find_broken_file(folder: Path | None) -> str | None:
-    """What is wrong with the first file of weights that is not whole, and the remedy. None: nothing is seen."""
+    """Return what is wrong with the first damaged weight file and what to do, or None if no damage is visible."""
     if folder is None:
         return None
     try:
@@ -55,33 +59,31 @@ def find_broken_file(folder: Path | None) -> str | None:
         return f"{error}; download or copy it again"
     for path in files:
         if not path.exists():
-            return (
-                f"{path} is missing, of {len(files)} files of weights that the index names; download or copy it again"
-            )
+            return f"{path} is missing, one of {len(files)} files listed in the index; download or copy it again"
         fault = _find_fault(path)
         if fault is not None:
-            # In the hub's cache a name is a link to what has been downloaded, whole or not.
+            # In the hub's cache the name links to the downloaded file, which must go, or it would be used again.
             first = f"remove {path.resolve()}, then " if path.is_symlink() else ""
             return f"{path} {fault}; {first}download or copy it again"
     return None
 
 
 def _find_fault(path: Path) -> str | None:
-    """Seen in a file's size and its first bytes."""
+    """Return what is wrong with a file, judging by its size and header, or None."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(9)
         if first.startswith(b"version "):
-            return "is a pointer of Git LFS and not the weights, which `git lfs pull` brings"
+            return "is a Git LFS pointer, not the weights (`git lfs pull` fetches them)"
         if path.suffix == ".bin":
-            # Those of before torch 1.6 are no archives.
+            # Files written before torch 1.6 are not zip archives.
             is_cut = size == 0 or (first.startswith(b"PK") and not zipfile.is_zipfile(path))
             return f"is cut short, at {size:,} bytes" if is_cut else None
         expected = 8 + int.from_bytes(first[:8], "little")
         if size < 9:
             return f"is cut short, at {size:,} bytes"
         if expected > MAX_HEADER_BYTES or first[8:] != b"{":
-            return "is damaged: it does not begin as a safetensors file does"
+            return "is damaged: it does not start like a safetensors file"
         if size >= expected:
             file.seek(8)
             try:
@@ -97,7 +99,7 @@ def _find_fault(path: Path) -> str | None:
 
 
 def saved_shapes(name_or_path: str) -> dict[str, tuple[str, list[int]]]:
-    """File and shape of each tensor of a model that can be loaded, by the names in the files; of safetensors alone."""
+    """Return file and shape of each tensor in a model's safetensors files, by name."""
     from safetensors import safe_open
 
     folder = model_folder(name_or_path)

@@ -236,7 +236,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
     ("arguments", "message"),
     [
         (["--model_name_or_path", "qwen2.5-7"], "did you mean 'qwen2.5-7b'?"),
-        (["--model_name_or_path", "./nowhere"], "is not a preset, not a folder here and not a hub id"),
+        (["--model_name_or_path", "./nowhere"], "is not a preset, a folder here or a hub id"),
         (["--model_name_or_path", "no-such/model"], "the hub id 'no-such/model' could not be loaded"),
         (["--dataset", "nowhere.txt"], "the dataset 'nowhere.txt' is not there"),
         (["--max_length", "12Q"], "write 4096, 32K or 1M"),
@@ -319,7 +319,7 @@ def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
 def test_a_model_without_its_tokenizer_is_named(here: Path) -> None:
     config = presets.preset_config("demo", vocab_size=300)
     AutoModelForCausalLM.from_config(config).save_pretrained(here / "bare")
-    assert "bare holds no tokenizer; name one with --tokenizer_name" in invoke("train", "--model", "bare").output
+    assert "bare has no tokenizer: name one with --tokenizer_name" in invoke("train", "--model", "bare").output
     assert "; did you mean 'bare'? The presets are" in invoke("train", "--model", "baer").output
     assert "(owner/name). The presets are" in invoke("train", "--model", "./zzz").output
 

@@ -88,7 +88,7 @@ def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path
     described = json.loads(file.read_text())
     described["model"]["type"] = "of a later version"
     file.write_text(json.dumps(described))
-    with pytest.raises(ValueError, match="model holds no tokenizer that transformers can load"):
+    with pytest.raises(ValueError, match="model has no tokenizer that transformers can load"):
         load.load_tokenizer("model")
     other = load.load_tokenizer("other")
     assert tokenizers.another_tokenizer("other", other, "model", load.own_tokenizer("model")) is None

@@ -1,4 +1,4 @@
-"""Python code that comes with a model: never run unasked, refused in one message, and run with --trust_remote_code."""
+"""Python code that comes with a model runs with --trust_remote_code only."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ COMMANDS = {
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder `own` holds a model with code; the marker is there once that code has been run. Whoever is asked
-    whether it may be says yes."""
+    """A file that exists once the code of the model in the folder `own` has run. Prompts are answered with yes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    # Where transformers copies such code to, and imports it from.
+    # transformers copies such code to this folder and imports it from there.
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker = tmp_path / "code_was_run"
@@ -63,9 +62,9 @@ def change(path: str, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_code_of_a_model_runs_only_when_it_is_trusted(marker: Path, command: list[str]) -> None:
+def test_model_code_runs_only_if_trusted(marker: Path, command: list[str]) -> None:
     done = invoke(*command)
-    assert not marker.exists(), "the code was run unasked"
+    assert not marker.exists(), "untrusted code ran"
     assert done.exit_code == 2
     assert f"own {NEEDS_CODE}" in done.output and "pass --trust_remote_code if you trust" in done.output
     done = invoke(*command, "--trust_remote_code")
@@ -73,13 +72,13 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(marker: Path, command: lis
     assert marker.exists()
 
 
-def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(marker: Path) -> None:
+def test_tokenizer_code_runs_only_if_trusted(marker: Path) -> None:
     small_tokenizer().save_pretrained("own")
     change("own/tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]}, tokenizer_class="Own")
     Path("own/config.json").unlink()
     tokenize = ["tokenize", "--dataset", "text.txt", "--output", "tokens", "--tokenizer_name", "own"]
     done = invoke(*tokenize)
-    assert not marker.exists(), "the code was run unasked"
+    assert not marker.exists(), "untrusted code ran"
     assert done.exit_code == 2
     assert "own needs Python code that comes with it (auto_map in its tokenizer_config.json)" in done.output
     done = invoke(*tokenize, "--trust_remote_code")
@@ -87,7 +86,7 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(marker: Path) -> None:
     assert marker.exists()
 
 
-def test_code_beside_a_model_that_transformers_knows_is_left_alone(marker: Path) -> None:
+def test_code_next_to_a_known_architecture_is_ignored(marker: Path) -> None:
     with pytest.raises(ValueError, match="--trust_remote_code"):
         load.load_config("own")
     change("own/config.json", model_type="llama")
