@@ -1,51 +1,37 @@
-"""Attention of a chunk to the past and to itself, with its backward: dense or to chosen pages, as the past says.
+"""Compute attention of one chunk over its past and itself, forward and backward.
 
-The past is seen through a narrow face behind which pages may lie anywhere. Learned sinks are added here: with the lse
-in hand they need no kernel. Shapes as in `reference.py`.
+The past decides whether attention is dense or sparse, and hides where its pages live. The first span of the chunk sees
+the past; packed documents after it see only themselves. Learned sinks need no kernel: they rescale the output by the
+LSE. Shapes as in `reference.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomb.attention import dense, packed, sparse
+from oomb.attention.call import AttentionSpec
 from oomb.attention.dense import DensePast
 from oomb.attention.sparse import SparsePast
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What the layer's attention is, besides its tensors."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    kernels: str = "auto"
-    rule: str = "mass"
-    """How pages are chosen, where they are."""
-    document_starts: tuple[int, ...] = ()
-    """Where in the chunk other documents begin. What stands before the first cut sees the past, they do not."""
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, past: DensePast | SparsePast, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of the chunk's queries over the past and the chunk itself."""
+    """Return output and LSE of the chunk's queries over the past and the chunk itself."""
     with _without_autocast(q):
         dtype = q.dtype if sinks is None else None
-        own = _own(q, spec), _own(k, spec), _own(v, spec)
+        first = _first_span(q, spec), _first_span(k, spec), _first_span(v, spec)
         if isinstance(past, SparsePast):
-            out, lse = sparse.forward(*own, past, spec)
+            out, lse = sparse.forward(*first, past, spec)
         else:
-            out, lse = dense.forward(*own, past, spec, dtype)
-        if spec.document_starts:
-            rest = partial(_others, spec=spec)
-            out_rest, lse_rest = packed.forward(rest(q), rest(k), rest(v), _starts(spec), spec, dtype)
+            out, lse = dense.forward(*first, past, spec, dtype)
+        if starts := spec.packed_starts:
+            rest = _packed(q, spec), _packed(k, spec), _packed(v, spec)
+            out_rest, lse_rest = packed.forward(*rest, starts, spec, dtype)
             out, lse = torch.cat([out, out_rest], 2), torch.cat([lse, lse_rest], 2)
         if sinks is not None:
             whole = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
@@ -64,17 +50,18 @@ def attend_backward(
     past: DensePast | SparsePast,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the chunk's q, k, v and of the sinks. Those of the past go into its gradient pages."""
-    own = _own(dout, spec), _own(q, spec), _own(k, spec), _own(v, spec), _own(out, spec), _own(lse, spec)
+    """Return the gradients of the chunk's q, k, v and of the sinks; add those of the past to its gradient pages."""
+    first = _first_span(dout, spec), _first_span(q, spec), _first_span(k, spec), _first_span(v, spec)
+    saved = _first_span(out, spec), _first_span(lse, spec)
     if isinstance(past, SparsePast):
-        dq, dk, dv = sparse.backward(*own, past, spec)
+        dq, dk, dv = sparse.backward(*first, *saved, past, spec)
     else:
-        dq, dk, dv = dense.backward(*own, past, spec)
+        dq, dk, dv = dense.backward(*first, *saved, past, spec)
     dk, dv = past.add_future_grads(dk, dv)
-    if spec.document_starts:
-        rest = partial(_others, spec=spec)
-        others = packed.backward(rest(dout), rest(q), rest(k), rest(v), rest(out), rest(lse), _starts(spec), spec)
-        dq, dk, dv = (torch.cat(both, 2) for both in zip((dq, dk, dv), others, strict=True))
+    if starts := spec.packed_starts:
+        rest = _packed(dout, spec), _packed(q, spec), _packed(k, spec), _packed(v, spec)
+        grads = packed.backward(*rest, _packed(out, spec), _packed(lse, spec), starts, spec)
+        dq, dk, dv = (torch.cat(both, 2) for both in zip((dq, dk, dv), grads, strict=True))
     dsinks = None
     if sinks is not None:
         # A sink is one more key whose value is zero: its probability is exp(sink - lse), its score gradient -p * delta.
@@ -83,22 +70,18 @@ def attend_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-def _own(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """What stands before the first cut."""
-    return x[:, :, : spec.document_starts[0]] if spec.document_starts else x
+def _first_span(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the tokens of the first span, the only one with a past."""
+    return x[:, :, : spec.spans[0].end] if spec.packed_starts else x
 
 
-def _others(x: Tensor, spec: AttentionSpec) -> Tensor:
-    return x[:, :, spec.document_starts[0] :]
-
-
-def _starts(spec: AttentionSpec) -> tuple[int, ...]:
-    """Where the other documents begin, counted from the first of them."""
-    return tuple(cut - spec.document_starts[0] for cut in spec.document_starts)
+def _packed(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the tokens of the documents after the first span."""
+    return x[:, :, spec.spans[0].end :]
 
 
 class ChunkAttention(torch.autograd.Function):
-    """`attend` with its backward. `kept` holds (out, lse) where an earlier forward of this chunk has computed them."""
+    """`attend` as an autograd function. `saved` is (out, lse) if an earlier forward of this chunk computed them."""
 
     @staticmethod
     def forward(
@@ -109,9 +92,9 @@ class ChunkAttention(torch.autograd.Function):
         sinks: Tensor | None,
         past: DensePast | SparsePast,
         spec: AttentionSpec,
-        kept: tuple[Tensor, Tensor] | None,
+        saved: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = kept if kept is not None else attend(q, k, v, sinks, past, spec)
+        out, lse = saved if saved is not None else attend(q, k, v, sinks, past, spec)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.past, ctx.spec = past, spec
         ctx.mark_non_differentiable(lse)
@@ -126,5 +109,5 @@ class ChunkAttention(torch.autograd.Function):
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Kernels choose their precision themselves; autocast would round the plain one's float32 products."""
+    """Return a context without autocast, which would round float32 products. Backends choose their own precision."""
     return torch.autocast(x.device.type, enabled=False)

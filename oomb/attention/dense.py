@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from oomb.attention.backends import Kernel, KernelRequest, choose
+from oomb.attention.call import AttentionSpec
 from oomb.ops.merge import add, merge
-
-if TYPE_CHECKING:
-    from oomb.attention.chunk import AttentionSpec
 
 
 class DensePast(Protocol):

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from oomb.attention import dense
 from oomb.attention.backends import FLASH, flash_mask
-
-if TYPE_CHECKING:
-    from oomb.attention.chunk import AttentionSpec
+from oomb.attention.call import AttentionSpec
 
 aten = torch.ops.aten
 

@@ -10,18 +10,16 @@ Shapes and `Pages` as in `sparse_reference.py`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from oomb.attention import sparse_reference
+from oomb.attention.call import AttentionSpec
 from oomb.attention.dense import pick_kernel
 from oomb.ops import page_scores
 from oomb.ops.merge import HAS_TRITON
 from oomb.ops.page_attention import Grads, Pages, launch_dkv, launch_dq, launch_forward
-
-if TYPE_CHECKING:
-    from oomb.attention.chunk import AttentionSpec
 
 
 @runtime_checkable

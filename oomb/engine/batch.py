@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from oomb.attention.call import Span
 from oomb.ops.logprob import IGNORE_INDEX
 
 
@@ -81,17 +82,24 @@ class Batch:
         last = int(counted[-1]) if len(counted) else 0
         return [(start, min(length, start + chunk_size)) for start in range(0, last + 1, chunk_size)]
 
-    def document_starts(self, start: int, end: int) -> tuple[int, ...]:
-        """Where in the chunk documents begin, other than at its own beginning."""
-        return tuple(at - start for at in self.starts if start < at < end)
+    def spans(self, start: int, end: int) -> tuple[Span, ...]:
+        """Return the spans of the chunk [start, end). The first continues a document if its start is not here."""
+        cuts = [0, *(at - start for at in self.starts if start < at < end), end - start]
+        first = self._document_start(start)
+        visible = ((first, start),) if first < start else ()
+        return tuple(Span(a, b, visible if a == 0 else ()) for a, b in pairwise(cuts))
 
     def positions(self, start: int, end: int, device: torch.device) -> Tensor:
         """[1, T]: the place of each token of the chunk in its document."""
-        first = self.starts[bisect_right(self.starts, start) - 1]
+        first = self._document_start(start)
         found = torch.arange(start - first, end - first, device=device)
-        for cut in self.document_starts(start, end):
-            found[cut:] = torch.arange(end - start - cut, device=device)
+        for span in self.spans(start, end)[1:]:
+            found[span.start : span.end] = torch.arange(span.end - span.start, device=device)
         return found.unsqueeze(0)
+
+    def _document_start(self, token: int) -> int:
+        """Return the start of the document that holds a token."""
+        return self.starts[bisect_right(self.starts, token) - 1]
 
 
 def check_length(length: int, num_positions: int | None) -> None:

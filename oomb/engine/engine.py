@@ -1,13 +1,6 @@
-"""The algorithm. One step on a sequence is two walks over its chunks:
+"""Provide `Engine`: losses and log-probabilities of very long sequences, with gradients.
 
-fill pass      chunks in order, no graph: every layer attends to the pages of earlier chunks and to its own chunk, and
-               appends its K and V to the pages. All that remains of a chunk is the log-probabilities of its targets.
-gradient pass  chunks in reverse: the chunk is computed again, now with a graph, and back-propagated. Its attention adds
-               dK and dV to the gradient pages of earlier chunks, and gives its own K and V what later chunks have left
-               there. Parameter gradients accumulate in `.grad`.
-
-With `loss.backward()` in between this is exact back-propagation through the whole sequence; activation memory is that
-of one chunk. B batch, T tokens, D hidden size.
+The two passes behind every call are in `oomb/engine/passes.py`. B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +16,40 @@ from oomb.config import Config
 from oomb.engine.allocator import PageAllocator, TransferStats
 from oomb.engine.batch import Batch
 from oomb.engine.grads import float32_sums_fit, reject_tensor_hooks
-from oomb.engine.head import TokenHead
+from oomb.engine.head import Head, TokenHead
 from oomb.engine.packing import PackedInputs, pack_inputs
-from oomb.engine.passes import ChunkCounter, ChunkedForward, _ChunkedLogProbs
+from oomb.engine.passes import ChunkCounter, ChunkedForward, OnSelection, _ChunkedOutputs
 from oomb.models.causal_lm import CausalLM
 from oomb.models.hooks import engine_lock
 from oomb.planner.request import Placement
 
 
 class Engine:
-    """Losses and log-probabilities of a Hugging Face causal LM, with activation memory that does not grow with the
-    sequence. The model stays an ordinary model: it is changed only while a pass runs."""
+    """Losses and log-probabilities of a Hugging Face causal LM, in activation memory that does not grow with the
+    sequence.
+
+    The model stays an ordinary model: the engine changes it only while a pass runs, and then restores it.
+
+    Args:
+        model: any causal LM of transformers that calls the attention interface, PEFT-wrapped or not. Unsupported models
+            raise `oomb.UnsupportedModelError`.
+        config: settings of the engine. Defaults to `oomb.Config()`.
+
+    Attributes:
+        progress: called as `progress(phase, done, total)` after every chunk, where `phase` is "fill" or "gradient" and
+            the others count chunks. None by default.
+
+    Example:
+        >>> import oomb, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
+        >>> engine = oomb.Engine(model, oomb.Config(chunk_size=128))
+        >>> loss = engine.loss(torch.randint(64, (1, 1000)))
+        >>> loss.backward()
+        >>> all(parameter.grad is not None for parameter in model.parameters())
+        True
+    """
 
     def __init__(self, model: nn.Module, config: Config | None = None) -> None:
         if config is not None and not isinstance(config, Config):
@@ -42,56 +58,11 @@ class Engine:
             )
         self.config = config or Config()
         self.model = CausalLM(model)
-        self.head = TokenHead(self.model)
         self.progress: Callable[[str, int, int], None] | None = None
-        """Called as progress("fill" or "gradient", chunks done, chunks in all) after every chunk."""
-        self.on_selection: Callable[[int, int, Tensor], None] | None = None
-        """Called as watch(layer, start of the chunk, chosen pages [B, N, C]) when pages have been chosen."""
-        self._last_chunk_owner: weakref.ref[ChunkedForward] | None = None
-        """The sequence that keeps its last chunk's activations until its backward, if one does."""
         self.allocator = PageAllocator(self.model, self.config)
-
-    @property
-    def stats(self) -> TransferStats:
-        """Counters of the traffic between GPU and host, since the engine was made or since `reset_stats`."""
-        return self.allocator.stats
-
-    def reset_stats(self) -> None:
-        """Counts from zero again."""
-        self.allocator.tiers.reset_counters()
-
-    def reserve(self, batch_size: int, length: int) -> Placement:
-        """Takes the memory that training on such a batch will need, or says why it can't. Calls do this by themselves;
-        before a long run it is worth a few seconds to know."""
-        for name, value in (("batch_size", batch_size), ("length", length)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-        ids = torch.zeros(1, 1, dtype=torch.long).expand(batch_size, length)
-        with engine_lock:
-            sequence = ChunkedForward(self, Batch(ids=ids, targets=ids), needs_grad=True, state=self.model.state())
-        try:
-            return sequence.allocate()
-        finally:
-            sequence.close()
-
-    def expect_optimizer(self, *, on_host: bool) -> None:
-        """Say where the optimizer will keep its states. By default the engine leaves room for them on the GPU."""
-        self.allocator.optimizer_on_host = on_host
-
-    def release(self) -> None:
-        """Gives back the memory that is held for the pages of later calls. The next call takes it anew."""
-        with engine_lock:
-            self.allocator.tiers.release()
-
-    @property
-    def fuse(self) -> bool:
-        return self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
-
-    @property
-    def sums_grads_in_float32(self) -> bool:
-        if self.config.param_grad_dtype == "auto":
-            return float32_sums_fit(self.model.parameters(), self.model.device)
-        return self.config.param_grad_dtype == "float32"
+        self._head = TokenHead(self.model)
+        self._last_chunk_owner: weakref.ref[ChunkedForward] | None = None
+        """The batch whose last chunk keeps its activations until its backward, if there is one."""
 
     def loss(
         self,
@@ -102,19 +73,27 @@ class Engine:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Cross-entropy of `labels` (default: `input_ids`), shifted inside, -100 ignored, as in Hugging Face: the mean
-        over counted tokens, or the sum over `num_items` where that is given.
+        """Return the cross-entropy of `labels`, a scalar whose backward is the gradient pass.
 
-        A batch is [B, T], padded on the right if there is an `attention_mask`; or a list of documents, each of its own
-        length; or rows of several documents, whose `position_ids` begin anew with each or whose `attention_mask`
-        numbers them (1, 1, 2, 2, 0). No document sees another, and padding is not computed."""
+        The inputs may live on the CPU. They hold either rows [B, T], padded on the right if there is an
+        `attention_mask`; or a list of documents, each of its own length; or rows of several documents each. Documents
+        do not attend to each other, and padding is not computed.
+
+        Args:
+            input_ids: token ids, [B, T] or a list of [T].
+            labels: as in Hugging Face: same shape as `input_ids`, shifted inside, -100 is ignored. Defaults to
+                `input_ids`.
+            num_items: divide the summed loss by this number. Defaults to the number of counted tokens: the mean.
+            attention_mask: [B, T], 0 at padding. Numbers above 1 tell the documents of a row apart (1, 1, 2, 2, 0).
+            position_ids: [B, T]. They restart at 0 where a new document begins in a row.
+        """
         packed = self.pack(input_ids, labels, attention_mask, position_ids)
         num_counted = packed.num_counted
         if num_counted == 0 and num_items is None:
             raise ValueError(
                 "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
             )
-        total = -torch.stack([logp.sum() for logp in self.forward(packed)]).sum()
+        total = -torch.stack([logp.sum() for logp in self.forward(packed)["logprob"]]).sum()
         return total / (num_counted if num_items is None else num_items)
 
     @overload
@@ -132,27 +111,81 @@ class Engine:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor | list[Tensor]:
-        """[B, T]: log p(token t | tokens before t); 0 at the first token of a document and where `attention_mask` is 0.
-        Of a list of documents, a list of [T]."""
-        given = self.pack(input_ids, None, attention_mask, position_ids)
-        logp = given.join(self.forward(given))
+        """Return log p(token t | earlier tokens) for every token: [B, T], or a list of [T] for a list of documents.
+
+        The result is differentiable, so any loss can be built on it. It is 0 at the first token of every document and
+        at padding. Under `torch.no_grad()` only the fill pass runs. The arguments are those of `loss`.
+        """
+        packed = self.pack(input_ids, None, attention_mask, position_ids)
+        logp = packed.join(self.forward(packed)["logprob"])
         return [_shift_right(row) for row in logp] if isinstance(logp, list) else _shift_right(logp)
+
+    def reserve(self, batch_size: int, length: int) -> Placement:
+        """Take the memory that training on such a batch needs, or raise `oomb.OutOfPages` with the numbers.
+
+        Every call takes its memory by itself. Before a long run it pays to know in a few seconds.
+
+        Args:
+            batch_size: rows of the batch.
+            length: tokens per row.
+        """
+        for name, value in (("batch_size", batch_size), ("length", length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        ids = torch.zeros(1, 1, dtype=torch.long).expand(batch_size, length)
+        with engine_lock:
+            batch = Batch(ids=ids, targets=ids)
+            chunked = ChunkedForward(self, batch, self._head, needs_grad=True, state=self.model.state())
+        try:
+            return chunked.allocate()
+        finally:
+            chunked.close()
+
+    def expect_optimizer(self, *, on_host: bool) -> None:
+        """Say where the optimizer will keep its states. By default the engine leaves room for them on the GPU."""
+        self.allocator.optimizer_on_host = on_host
+
+    def release(self) -> None:
+        """Give back the memory held for pages of later calls. The next call takes it again."""
+        with engine_lock:
+            self.allocator.tiers.release()
+
+    @property
+    def stats(self) -> TransferStats:
+        """Traffic between GPU and host memory since the engine was created or `reset_stats` was called."""
+        return self.allocator.stats
+
+    def reset_stats(self) -> None:
+        """Set the counters of `stats` to zero."""
+        self.allocator.tiers.reset_counters()
+
+    @property
+    def fuse(self) -> bool:
+        """Whether full chunks run compiled by torch.compile."""
+        return self.config.fuse == "compile" or (self.config.fuse == "auto" and self.model.device.type == "cuda")
+
+    @property
+    def sums_grads_in_float32(self) -> bool:
+        """Whether parameter gradients are summed over chunks in float32."""
+        if self.config.param_grad_dtype == "auto":
+            return float32_sums_fit(self.model.parameters(), self.model.device)
+        return self.config.param_grad_dtype == "float32"
 
     def pack(
         self,
         input_ids: Tensor | list[Tensor],
-        labels: Tensor | list[Tensor] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
+        labels: Tensor | list[Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> PackedInputs:
-        """What a caller passes, checked and arranged in batches: the argument of `target_logprobs`."""
+        """Validate a caller's inputs and arrange them in batches, the argument of `forward`."""
         return pack_inputs(
             input_ids,
             labels,
             attention_mask,
             position_ids,
             chunk_size=self.config.chunk_size,
-            # Where RoPE depends on the length, each document has its own.
+            # If RoPE depends on the length, each document needs its own.
             may_share=not self.model.rotaries,
             vocab_size=self.model.vocab_size,
             num_positions=self.model.num_positions,
@@ -160,34 +193,58 @@ class Engine:
             placeholders=self.model.placeholders,
         )
 
-    def forward(self, packed: PackedInputs) -> list[Tensor]:
-        """[B, T] of each batch: log-probability of every position's target. Their backward is the gradient pass."""
+    def forward(
+        self, packed: PackedInputs, head: Head | None = None, on_selection: OnSelection | None = None
+    ) -> dict[str, list[Tensor]]:
+        """Run the fill pass over all batches. Return the head's fields by name, as [B, T] of each batch.
+
+        The backward of the fields is the gradient pass.
+
+        Args:
+            packed: what `pack` returned.
+            head: what to compute from the last hidden states. Defaults to the log-probability of every target.
+            on_selection: called with the layer, the start of the chunk and its selected pages [B, N, C].
+        """
+        head = self._head if head is None else head
         needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        with engine_lock:
-            if not self.allocator.knows_layer_shapes:
-                # First of all: bitsandbytes' layers give their bias another dtype in their first forward.
-                ChunkedForward(self, packed.batches[0], needs_grad, self.model.state()).probe_layers()
-            # A pass in another thread may have changed training modes for its own time. Weights are summed up once for
-            # all sequences.
-            state = self.model.state(with_sums=needs_grad)
-            sequences = [ChunkedForward(self, batch, needs_grad, state) for batch in packed.batches]
-        count = ChunkCounter(sum(len(sequence.bounds) for sequence in sequences))
-        for sequence in sequences:
-            sequence.counter, sequence.is_last = count, sequence is sequences[-1]
-            sequence.is_exclusive = len(sequences) == 1
+        all_chunked = self._open(packed, head, needs_grad)
+        for chunked in all_chunked:
+            chunked.on_selection = on_selection
         if not needs_grad:
             with torch.no_grad():
-                return [sequence.fill() for sequence in sequences]
-        reject_tensor_hooks(self.model.lm.named_parameters())
-        anchor = torch.zeros((), device=self.model.device, requires_grad=True)
-        try:
-            return [_ChunkedLogProbs.apply(anchor, sequence) for sequence in sequences]
-        except BaseException:
-            # Those that are filled wait for a backward that will not come, and the error holds on to them.
-            for sequence in sequences:
-                sequence.close()
-            raise
+                outputs = [chunked.fill() for chunked in all_chunked]
+        else:
+            reject_tensor_hooks(self.model.lm.named_parameters())
+            anchor = torch.zeros((), device=self.model.device, requires_grad=True)
+            try:
+                outputs = [_ChunkedOutputs.apply(anchor, chunked) for chunked in all_chunked]
+            except BaseException:
+                # The filled ones wait for a backward that will not come, and the exception keeps them alive.
+                for chunked in all_chunked:
+                    chunked.close()
+                raise
+        return {name: list(parts) for name, parts in zip(head.fields, zip(*outputs, strict=True), strict=True)}
+
+    def _open(self, packed: PackedInputs, head: Head, needs_grad: bool) -> list[ChunkedForward]:
+        """Return the forward of every batch, with the state of the model as it is now."""
+        with engine_lock:
+            if not self.allocator.knows_layer_shapes:
+                # Before reading the state: bitsandbytes changes the dtype of biases in the first forward.
+                state = self.model.state()
+                ChunkedForward(self, packed.batches[0], head, needs_grad=needs_grad, state=state).probe_layers()
+            # Under the lock, because a pass in another thread changes training modes while it runs. The checksums of
+            # the weights are computed once for all batches.
+            state = self.model.state(with_sums=needs_grad)
+            all_chunked = [
+                ChunkedForward(self, batch, head, needs_grad=needs_grad, state=state) for batch in packed.batches
+            ]
+        counter = ChunkCounter(sum(len(chunked.bounds) for chunked in all_chunked))
+        for chunked in all_chunked:
+            chunked.counter, chunked.is_last = counter, chunked is all_chunked[-1]
+            chunked.is_exclusive = len(all_chunked) == 1
+        return all_chunked
 
 
 def _shift_right(logp: Tensor) -> Tensor:
+    """Move log-probabilities from the position that predicts a token to the token itself."""
     return torch.cat([torch.zeros_like(logp[..., :1]), logp[..., :-1]], dim=-1)

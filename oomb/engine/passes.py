@@ -1,10 +1,23 @@
-"""The algorithm."""
+"""Run the two passes of chunk recurrence over a batch. This is the algorithm.
+
+fill pass      Chunks in order, without a graph. Every layer attends to the pages of earlier chunks and to its own
+               chunk, and appends its K and V to the pages. Nothing else of a chunk survives but the head's outputs,
+               such as the log-probabilities of its targets.
+gradient pass  Chunks in reverse. Recompute the chunk, now with a graph, and backpropagate. Its attention adds dK and dV
+               to the gradient pages of earlier chunks, and adds to its own K and V what later chunks left in theirs.
+               Parameter gradients accumulate in `.grad`. Then the pages of the chunk are freed.
+
+When the gradient pass reaches a chunk, every later chunk has added its share to the chunk's gradient pages, so one
+ordinary backward yields exact gradients. Activation memory is that of one chunk.
+
+B batch, T tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -12,11 +25,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from oomb.attention.chunk import AttentionSpec, ChunkAttention, attend
+from oomb.attention.call import AttentionCall, AttentionSpec
+from oomb.attention.chunk import ChunkAttention, attend
 from oomb.attention.sparse import SparsePast
 from oomb.engine.allocator import AllocationRequest
 from oomb.engine.batch import Batch
 from oomb.engine.grads import accumulate
+from oomb.engine.head import Head
 from oomb.memory.store import PageStore
 from oomb.models.hooks import current_autocast, engine_lock
 from oomb.models.state import ModelState
@@ -26,66 +41,173 @@ if TYPE_CHECKING:
     from oomb.engine.engine import Engine
 
 RECOMPILE_LIMIT = 64
-"""Layers are compiled anew for every batch size, in both passes; PyTorch's limit of 8 would stop at the fifth size."""
+"""torch.compile compiles a layer once per batch size and pass; PyTorch's default limit of 8 stops at the fifth size."""
+
+OnSelection = Callable[[int, int, Tensor], None]
+"""Called with the layer, the start of the chunk and its selected pages [B, N, C]."""
 
 
 class ChunkCounter:
-    """Chunks of all sequences of a call: how many there are, and how many of them each pass has done."""
+    """Progress over the chunks of all batches of a call."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.done: Counter[str] = Counter()
+        """Chunks done, by pass."""
 
 
-class _ChunkedLogProbs(torch.autograd.Function):
-    """Joins the passes: forward fills, backward walks back. Parameters get their gradients from the backward calls
-    nested inside, as with reentrant checkpointing; the anchor only makes autograd call us."""
+class _ChunkedOutputs(torch.autograd.Function):
+    """The joint of the two passes: forward is the fill pass, backward the gradient pass.
+
+    Parameters receive their gradients from the backward calls nested inside, as in reentrant checkpointing. The anchor
+    only makes autograd call this function.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, sequence: ChunkedForward) -> Tensor:
-        ctx.sequence = sequence
-        return sequence.fill()
+    def forward(ctx: Any, anchor: Tensor, chunked: ChunkedForward) -> tuple[Tensor, ...]:
+        ctx.chunked = chunked
+        ctx.set_materialize_grads(False)
+        outputs = chunked.fill()
+        head = chunked.head
+        constant = [out for name, out in zip(head.fields, outputs, strict=True) if name in head.constant_fields]
+        ctx.mark_non_differentiable(*constant)
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dlogp_BT: Tensor) -> tuple[None, None]:
-        ctx.sequence.backward(dlogp_BT)
+    def backward(ctx: Any, *grads_BT: Tensor | None) -> tuple[None, None]:
+        ctx.chunked.backward(grads_BT)
         return None, None
 
 
 class ChunkedForward:
-    """A batch of sequences on its way through the passes, with the pages that live in between."""
+    """One batch on its way through both passes, with the pages that live in between.
 
-    def __init__(self, engine: Engine, batch: Batch, needs_grad: bool, state: ModelState) -> None:
+    Args:
+        engine: the engine that runs the passes.
+        batch: token ids and targets.
+        head: what to compute from the last hidden states.
+        needs_grad: whether a gradient pass will follow.
+        state: the model's state, which both passes must see.
+    """
+
+    def __init__(self, engine: Engine, batch: Batch, head: Head, *, needs_grad: bool, state: ModelState) -> None:
         self.engine, self.config, self.model = engine, engine.config, engine.model
-        self.batch, self.needs_grad = batch, needs_grad
+        self.batch, self.head, self.needs_grad = batch, head, needs_grad
         self.bounds = batch.chunks(self.config.chunk_size)
         self.counter = ChunkCounter(len(self.bounds))
         self.is_exclusive = True
-        """Of a call's sequences."""
+        """Whether the call has no other batch."""
         self.is_last = True
-        """Of those of a call: it is filled last, and its backward comes first."""
+        """Whether this batch is the last of its call: filled last, and first in the gradient pass."""
+        self.on_selection: OnSelection | None = None
         self.index, (self.start, self.end) = 0, self.bounds[0]
         self.uses_rng = self.model.uses_rng()
         self.seed: int | None = None
         self.rng_checksums: dict[int, int | None] = {}
-        """Where each chunk of the fill pass left the random numbers; None where it drew none."""
+        """The random state after each chunk of the fill pass; None if the chunk drew no random numbers."""
         self.autocast = current_autocast(self.model.device.type)
         self.model_state = state
         self.store: PageStore | None = None
         self.checkpoint_layers = self.can_keep_last_chunk = False
         self.saved_attention: dict[int, tuple[Tensor, Tensor]] = {}
-        """Output and lse of attention of the current chunk, by layer, where a layer will ask for them again."""
+        """Attention output and LSE of the current chunk by layer, for layers that recompute themselves."""
         self.last_chunk_hidden: Tensor | None = None
         self.has_run_backward = False
 
+    def fill(self) -> tuple[Tensor, ...]:
+        """Run the fill pass. Return the fields of the head, each [B, T]."""
+        self.allocate()
+        assert self.store is not None
+        # Seed stochastic rounding from the tokens: the same batch always rounds the same way.
+        self.store.seed = crc32(self.batch.ids.numpy().tobytes())
+        # Seed every chunk on its own, so that dropout is the same in both passes.
+        self.seed = int(torch.randint(2**62, ())) if self.uses_rng else None
+        outputs = []
+        try:
+            with self._active():
+                for index in self._chunks("fill", range(len(self.bounds))):
+                    keep = self.needs_grad and index == len(self.bounds) - 1 and self._should_keep_last_chunk()
+                    hidden = self._hidden(grad=keep)
+                    if keep:
+                        self.last_chunk_hidden, self.engine._last_chunk_owner = hidden, weakref.ref(self)
+                    outputs.append(self.head.forward(hidden, self._targets(), fused=self._is_fused()))
+                self.engine.allocator.tiers.end_pass()
+        except BaseException:
+            self.close()
+            raise
+        if not self.needs_grad:
+            self.close()
+        num_rows, num_tokens = self.batch.ids.shape
+        return tuple(
+            torch.cat([*chunks, chunks[0].new_zeros(num_rows, num_tokens - self.bounds[-1][1])], dim=1)
+            for chunks in zip(*outputs, strict=True)
+        )
+
+    def backward(self, grads_BT: Sequence[Tensor | None]) -> None:
+        """Run the gradient pass, given the gradients of what `fill` returned."""
+        if self.has_run_backward:
+            raise RuntimeError(
+                "backward ran a second time, but the pages of this sequence are freed: compute the loss again"
+            )
+        self.has_run_backward = True
+        assert self.store is not None
+        try:
+            float32_sums, seed = self.engine.sums_grads_in_float32, self.store.seed
+            with self._active(with_sums=True), accumulate(self.model.parameters(), float32_sums, seed):
+                for _ in self._chunks("gradient", reversed(range(len(self.bounds)))):
+                    hidden, self.last_chunk_hidden = self.last_chunk_hidden, None
+                    if hidden is None:
+                        hidden = self._hidden(grad=True, runs_backward_next=True)
+                    chunk_grads = [None if grad is None else grad[:, self.start : self.end] for grad in grads_BT]
+                    dhidden = self.head.backward(hidden, self._targets(), chunk_grads, fused=self._is_fused())
+                    if hidden.requires_grad:
+                        self.store.prefetch_backward(self.start, self._first_span_end(), kept=self.checkpoint_layers)
+                        # Autograd runs checkpointed layers again, and they call the model's attention.
+                        with self.model.computing():
+                            torch.autograd.backward(hidden, dhidden)
+                    self.saved_attention.clear()
+                    self.store.free_from(self.start)
+            self.engine.allocator.after_backward()
+        finally:
+            self.close()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention output of one layer of the current chunk. The model calls this through its hooks."""
+        assert self.store is not None
+        self.model.count_attention(call.layer, call.window)
+        layer, tensors = call.layer, (call.q, call.k, call.v, call.sinks)
+        past = self.store.past(layer, self.start, self._first_span_end())
+        spec = AttentionSpec(
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            kernels=self.config.kernels,
+            rule=self.config.page_rule,
+            spans=self.batch.spans(self.start, self.end),
+        )
+        if not torch.is_grad_enabled():
+            out, lse = attend(*tensors, past, spec)
+            if self.on_selection is not None and isinstance(past, SparsePast) and past.selection is not None:
+                self.on_selection(layer, self.start, past.selection)
+            self.store.append(layer, self.start, call.k, call.v)
+            self.store.save_output(layer, self.start, out, lse)
+            return out
+        # Popped, because autograd makes this tensor part of the graph and would keep it alive.
+        saved = self.saved_attention.pop(layer, None) or self.store.load_output(layer, self.start, self.end)
+        out, lse = ChunkAttention.apply(*tensors, past, spec, saved)
+        if self.checkpoint_layers and saved is None:
+            # The layer runs again in its backward. Attention, its most expensive part, need not.
+            self.saved_attention[layer] = (out.detach(), lse)
+        return out
+
     def probe_layers(self) -> None:
-        """Send one token through the model, which shows the shapes of its layers."""
+        """Send one token through the model to learn the shapes of its layers."""
         with self._active(), self._preserve_rng():
             self.engine.allocator.layer_shapes()
 
     def allocate(self) -> Placement:
-        """Decides what is kept and where, and takes the memory for it: all of it or none."""
+        """Decide what is kept and where, and take all of that memory or none."""
         with self._active(), self._preserve_rng():
             placement, self.store = self.engine.allocator.allocate(
                 AllocationRequest(
@@ -103,109 +225,15 @@ class ChunkedForward:
         return placement
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Give all memory back."""
         with engine_lock:
             if self.store is not None:
                 self.store.close()
         self.last_chunk_hidden = None
         self.saved_attention.clear()
 
-    def fill(self) -> Tensor:
-        """Fill pass. Returns log-probabilities [B, T] of the targets."""
-        last, logp = len(self.bounds) - 1, []
-        self.allocate()
-        assert self.store is not None
-        # Gradients at rest are rounded at random: anew for other tokens, and alike for the same.
-        self.store.seed = crc32(self.batch.ids.numpy().tobytes())
-        # Dropout must fall alike in both passes, so every chunk draws from a seed of its own.
-        self.seed = int(torch.randint(2**62, ())) if self.uses_rng else None
-        try:
-            with self._active():
-                for index in self._chunks("fill", range(last + 1)):
-                    keep = self.needs_grad and index == last and self._should_keep_last_chunk()
-                    hidden = self._hidden(grad=keep)
-                    if keep:
-                        self.last_chunk_hidden, self.engine._last_chunk_owner = hidden, weakref.ref(self)
-                    logp.append(self.engine.head.logprobs(hidden, self._targets(), self._is_fused()))
-                self.engine.allocator.tiers.end_pass()
-        except BaseException:
-            self.close()
-            raise
-        if not self.needs_grad:
-            self.close()
-        missing = self.batch.ids.shape[1] - self.bounds[last][1]
-        return torch.cat([*logp, logp[0].new_zeros(len(self.batch.ids), missing)], dim=1)
-
-    def backward(self, dlogp_BT: Tensor) -> None:
-        """Gradient pass. `dlogp` is the loss's derivative by what `fill` returned."""
-        if self.has_run_backward:
-            raise RuntimeError(
-                "backward ran a second time, but the pages of this sequence are freed: compute the loss again"
-            )
-        self.has_run_backward = True
-        assert self.store is not None
-        try:
-            float32_sums, seed = self.engine.sums_grads_in_float32, self.store.seed
-            with self._active(with_sums=True), accumulate(self.model.parameters(), float32_sums, seed):
-                for _ in self._chunks("gradient", reversed(range(len(self.bounds)))):
-                    hidden, self.last_chunk_hidden = self.last_chunk_hidden, None
-                    if hidden is None:
-                        hidden = self._hidden(grad=True, goes_back=True)
-                    dlogp = dlogp_BT[:, self.start : self.end]
-                    dhidden = self.engine.head.backward(hidden, self._targets(), dlogp, self._is_fused())
-                    if hidden.requires_grad:
-                        self.store.prefetch_backward(
-                            self.start, self._first_document_end(), kept=self.checkpoint_layers
-                        )
-                        # Autograd computes parts of the chunk again where a layer is checkpointed, by us or by users.
-                        with self.model.computing():
-                            torch.autograd.backward(hidden, dhidden)
-                    self.saved_attention.clear()
-                    self.store.free_from(self.start)
-            self.engine.allocator.after_backward()
-        finally:
-            self.close()
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attention of one layer of the current chunk; the model calls this through the attention interface."""
-        assert self.store is not None
-        self.model.count_attention(layer, window)
-        past = self.store.past(layer, self.start, self._first_document_end())
-        spec = AttentionSpec(
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            kernels=self.config.kernels,
-            rule=self.config.page_rule,
-            document_starts=self.batch.document_starts(self.start, self.end),
-        )
-        if not torch.is_grad_enabled():
-            out, lse = attend(q, k, v, sinks, past, spec)
-            if self.engine.on_selection is not None and isinstance(past, SparsePast) and past.selection is not None:
-                self.engine.on_selection(layer, self.start, past.selection)
-            self.store.append(layer, self.start, k, v)
-            self.store.save_output(layer, self.start, out, lse)
-            return out
-        # Taken out: autograd makes the tensor that it is handed part of the graph, which would live on with it.
-        kept = self.saved_attention.pop(layer, None) or self.store.load_output(layer, self.start, self.end)
-        out, lse = ChunkAttention.apply(q, k, v, sinks, past, spec, kept)
-        if self.checkpoint_layers and kept is None:
-            # The layer will run again in its backward; the costly part of it need not.
-            self.saved_attention[layer] = (out.detach(), lse)
-        return out
-
     def _chunks(self, phase: str, order: Iterable[int]) -> Iterator[int]:
-        """Makes one chunk after the other the current one, and reports each when it is done."""
+        """Make one chunk after another the current one, and report each when it is done."""
         for index in order:
             self.index, (self.start, self.end) = index, self.bounds[index]
             yield index
@@ -213,31 +241,34 @@ class ChunkedForward:
             if self.engine.progress is not None:
                 self.engine.progress(phase, self.counter.done[phase], self.counter.total)
 
-    def _hidden(self, grad: bool, goes_back: bool = False) -> Tensor:
-        """Last hidden states [B, T, D] of the current chunk, with a graph or not; `goes_back`: which is walked back
-        next."""
-        seeded = None
+    def _hidden(self, grad: bool, runs_backward_next: bool = False) -> Tensor:
+        """Return the last hidden states [B, T, D] of the current chunk, with a graph if `grad`.
+
+        `runs_backward_next` lets the prefetcher continue with what the chunk's backward reads.
+        """
+        assert self.store is not None
+        rng_start = None
         if self.seed is not None:
             torch.manual_seed(self.seed + self.index)
-            seeded = self._rng_checksum()
+            rng_start = self._rng_checksum()
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
-        checkpointed = grad and self.checkpoint_layers
-        assert self.store is not None
-        kept_behind = self.checkpoint_layers if goes_back else None
-        self.store.prefetch_forward(self.start, self._first_document_end(), kept=grad, kept_behind=kept_behind)
-        layer_calls = self.model.wrap_layers(compiled=self._is_fused(), checkpointed=checkpointed)
+        kept_behind = self.checkpoint_layers if runs_backward_next else None
+        self.store.prefetch_forward(self.start, self._first_span_end(), kept=grad, kept_behind=kept_behind)
+        layer_calls = self.model.wrap_layers(compiled=self._is_fused(), checkpointed=grad and self.checkpoint_layers)
         with layer_calls, torch.set_grad_enabled(grad):
             hidden = self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))
-        if self.needs_grad and seeded is not None:
-            self._check_rng_replay(seeded)
+        if self.needs_grad and rng_start is not None:
+            self._check_rng_replay(rng_start)
         return hidden
 
-    def _check_rng_replay(self, seeded: int) -> None:
-        """Note where the chunk's random numbers end, or raise if they ended elsewhere in the fill pass. Threads share
-        PyTorch's generator: one that drew from it in between has spoilt one of the two forwards, unless these draw
-        nothing themselves, which one that ends where it began shows."""
+    def _check_rng_replay(self, start: int) -> None:
+        """Record the random state at the end of the chunk, or raise if the fill pass ended elsewhere.
+
+        Threads share PyTorch's default generator, so another thread that draws from it spoils the replay. A forward
+        that ends where it started drew nothing, and cannot be spoiled.
+        """
         end = self._rng_checksum()
-        now = None if end == seeded else end
+        now = None if end == start else end
         before = self.rng_checksums.setdefault(self.index, now)
         if before is not None and now is not None and before != now:
             raise RuntimeError(
@@ -251,30 +282,30 @@ class ChunkedForward:
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         return crc32(state.numpy().tobytes())
 
-    def _first_document_end(self) -> int:
-        """Where the document ends that the chunk begins with: only that has a past."""
-        cuts = self.batch.document_starts(self.start, self.end)
-        return self.start + cuts[0] if cuts else self.end
+    def _first_span_end(self) -> int:
+        """Return the token after the chunk's first span, the only one with a past."""
+        return self.start + self.batch.spans(self.start, self.end)[0].end
 
     def _targets(self) -> Tensor:
         return self.batch.targets[:, self.start : self.end]
 
     def _is_fused(self) -> bool:
-        """Compiled code serves full chunks; a short last one is not worth a compilation."""
+        """Return whether to run compiled code: only full chunks, since a short last one is not worth a compilation."""
         return self.engine.fuse and self.end - self.start == self.config.chunk_size
 
     def _should_keep_last_chunk(self) -> bool:
-        other = self.engine._last_chunk_owner() if self.engine._last_chunk_owner is not None else None
-        is_free = other is None or other.last_chunk_hidden is None
-        # Kept by an earlier one, they would lie beside those of all that are walked back before it.
+        owner = self.engine._last_chunk_owner() if self.engine._last_chunk_owner is not None else None
+        is_free = owner is None or owner.last_chunk_hidden is None
+        # Activations kept by an earlier batch would stay in memory during the gradient passes of all later ones.
         return self.can_keep_last_chunk and ((is_free and self.is_last) or self.config.keep_last_chunk is True)
 
     @contextmanager
     def _active(self, *, with_sums: bool = False) -> Iterator[None]:
-        """The model's attention comes to us, under the caller's autocast, and random numbers leave no trace."""
+        """Receive the model's attention calls, under the caller's autocast, and leave the random state as it was."""
         with ExitStack() as stack:
-            running = self.model.activate(self, self.batch.longest_document, self.model_state, with_sums=with_sums)
-            stack.enter_context(running)
+            stack.enter_context(
+                self.model.activate(self, self.batch.longest_document, self.model_state, with_sums=with_sums)
+            )
             stack.enter_context(self.autocast)
             if self.seed is not None:
                 stack.enter_context(self._preserve_rng())

@@ -245,8 +245,9 @@ class StandardStep:
         try:
             with sdpa_kernel(FASTEST_FIRST, set_priority=True):
                 hidden = self.model.backbone(input_ids=ids, use_cache=False)[0]
-                logp = self.head.logprobs(hidden, targets)
-                dhidden = self.head.backward(hidden, targets, torch.full_like(logp, -1 / num_counted))
+                (logp,) = self.head.forward(hidden, targets, fused=False)
+                dlogp = torch.full_like(logp, -1 / num_counted)
+                dhidden = self.head.backward(hidden, targets, [dlogp], fused=False)
                 hidden.backward(dhidden)
         finally:
             set_checkpointing(self.model.lm, on=False)

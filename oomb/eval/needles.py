@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomb.eval.passes import noting
+from oomb.engine.head import VocabRowsHead
 from oomb.eval.samples import eval_mode
 
 if TYPE_CHECKING:
@@ -329,11 +329,12 @@ class _Score(NamedTuple):
 def _ask(engine: Engine, ids_T: Tensor, questions: Sequence[Question]) -> list[_Score]:
     # Row t - 1 predicts token t.
     rows = [question.start + i - 1 for question in questions for i in range(len(question.answer))]
-    with eval_mode(engine), noting(engine, rows) as notes:
-        engine.logprobs(ids_T[None])
+    head = VocabRowsHead(engine.model, rows)
+    with eval_mode(engine):
+        engine.forward(engine.pack(ids_T[None]), head)
     results = []
     for question in questions:
-        logp = [notes[question.start + i - 1] for i in range(len(question.answer))]
+        logp = [head.logprobs_V[question.start + i - 1] for i in range(len(question.answer))]
         scores = logp[question.differ_at][list(question.candidates)]
         best = scores == scores.max()
         right = float(best[0]) / max(1, int(best.sum()))

@@ -61,12 +61,8 @@ def record(engine: Engine, ids: Tensor, layer: int = 0) -> Selection:
         if selecting_layer == layer:
             by_chunk[start] = pages_BNC[0].cpu().long()
 
-    engine.on_selection = on_selection
-    try:
-        with torch.no_grad():
-            engine.logprobs(ids)
-    finally:
-        engine.on_selection = None
+    with torch.no_grad():
+        engine.forward(engine.pack(ids), on_selection=on_selection)
     if not by_chunk:
         raise ValueError(f"layer {layer} selects no pages: it does not exist, or it has a sliding window")
     num_tiles, num_pages = -(-length // TILE_SIZE), -(-length // config.page_size)

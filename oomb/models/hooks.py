@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from oomb.attention.call import AttentionCall
 from oomb.models.checks import UnsupportedModelError, attention_dropout_text
 
 ATTENTION_NAME, ATTENTION_FIELD = "oomb", "_attn_implementation_internal"
@@ -37,17 +38,7 @@ KNOWN_ARGUMENTS = ("position_ids", "cache_position")
 class Attention(Protocol):
     """One walk over the chunks. The attention of every layer goes through it."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor: ...
+    def attend(self, call: AttentionCall) -> Tensor: ...
 
 
 engine_lock = threading.RLock()
@@ -96,7 +87,8 @@ def _attention(
     if dtype is not None:
         query, key, value = (x.to(dtype) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = thread_state.chunk_of.attend(layer, query, key, value, s_aux, scale, sliding_window, softcap)
+    call = AttentionCall(layer, query, key, value, scale, sliding_window, softcap, s_aux)
+    out = thread_state.chunk_of.attend(call)
     return out.transpose(1, 2).contiguous(), None
 
 

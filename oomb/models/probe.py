@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oomb.attention.call import AttentionCall
 from oomb.models import adapters
 from oomb.models.causal_lm import CausalLM
 from oomb.models.shape import LayerShape, ModelShape
@@ -141,27 +142,17 @@ class _Recorder:
     def __init__(self, model: CausalLM, recorded: dict[int, LayerShape]) -> None:
         self.model, self.recorded = model, recorded
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        self.model.count_attention(layer, window)
-        self.recorded[layer] = LayerShape(
-            num_kv_heads=k.shape[1],
-            head_size=k.shape[3],
-            value_size=v.shape[3],
-            num_query_heads=q.shape[1],
-            window=window,
-            dtype=k.dtype,
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.model.count_attention(call.layer, call.window)
+        self.recorded[call.layer] = LayerShape(
+            num_kv_heads=call.k.shape[1],
+            head_size=call.k.shape[3],
+            value_size=call.v.shape[3],
+            num_query_heads=call.q.shape[1],
+            window=call.window,
+            dtype=call.k.dtype,
         )
-        return q.new_zeros(*q.shape[:3], v.shape[3])
+        return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
 
 
 def shapes_from_config(config: Any, dtype: torch.dtype, like: LayerShape | None = None) -> tuple[LayerShape, ...]:

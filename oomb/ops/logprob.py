@@ -6,7 +6,7 @@ B batch, T tokens, N rows (tokens that count), V vocabulary, D hidden size. Sums
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,37 @@ def target_logprob_backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor,
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets_N.unsqueeze(-1)
     probs = (logits - lse_N.unsqueeze(-1)).exp()
     return (scale * (is_target.to(probs.dtype) - probs)).to(logits_NV.dtype)
+
+
+def token_stats(logits_NV: Tensor, targets_N: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return statistics [N] of each row's distribution by name, 0 where the target is ignored.
+
+    Computed a tile at a time: the logits of a fused head are too large for float32 copies.
+
+    Args:
+        logits_NV: logits of every row.
+        targets_N: target of every row.
+        names: any of "entropy", "mean_logits", "log_sum_sq_probs" (log of the sum of squared probabilities) and
+            "is_top1" (whether the target is the most likely token).
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    if not found:
+        return {}
+    for logits, targets in split_tiles(PLAIN_TILE // logits_NV.shape[1], logits_NV, targets_N):
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        lse = logits.logsumexp(-1)
+        is_counted = targets != IGNORE_INDEX
+        for name, parts in found.items():
+            parts.append(torch.where(is_counted, _STATS[name](logits, lse, targets), 0))
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+_STATS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "entropy": lambda logits, lse, targets: lse - (logits.softmax(-1) * logits).sum(-1),
+    "mean_logits": lambda logits, lse, targets: logits.mean(-1),
+    "log_sum_sq_probs": lambda logits, lse, targets: (2 * logits).logsumexp(-1) - 2 * lse,
+    "is_top1": lambda logits, lse, targets: logits.argmax(-1) == targets,
+}
 
 
 def rows_with_targets(targets_BT: Tensor, device: torch.device) -> tuple[Tensor | slice, Tensor]:

@@ -9,21 +9,18 @@ B batch, T tokens, N tokens that count, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
 from oomb.engine.head import TokenHead
-from oomb.engine.packing import PackedInputs
 from oomb.models.checks import unwrap
-from oomb.ops.logprob import IGNORE_INDEX, PLAIN_TILE
+from oomb.ops.logprob import IGNORE_INDEX
 from oomb.trainers.arguments import layout_of, unknown_inputs, without_offloading
 from oomb.trainers.trainer import Trainer
 
@@ -59,104 +56,16 @@ class EngineForward:
         # Not `engine.logprobs`: labels may differ from the ids, and the head has no work where none counts.
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         assert input_ids is not None
-        given = self.engine.pack(input_ids, labels, **layout_of(inputs))
+        packed = self.engine.pack(input_ids, labels, **layout_of(inputs))
         # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
-        with self.autocast(), _noting(self.engine, self.stats) as chunks:
-            logp = self.engine.forward(given)
-        counted = [(batch.targets != IGNORE_INDEX).to(self.engine.model.device) for batch in given.batches]
-        found = {name: _whole(given, [notes[name] for notes in chunks], self.engine) for name in self.stats}
+        with self.autocast():
+            fields = self.engine.forward(packed, TokenHead(self.engine.model, self.stats))
+        counted = [(batch.targets != IGNORE_INDEX).to(self.engine.model.device) for batch in packed.batches]
         return FusedOutput(
-            log_probs=given.join(logp)[:, :-1],
-            label_mask=given.join(counted)[:, :-1],
-            **{name: given.join(parts)[:, :-1] for name, parts in found.items()},
+            log_probs=packed.join(fields.pop("logprob"))[:, :-1],
+            label_mask=packed.join(counted)[:, :-1],
+            **{name: packed.join(parts)[:, :-1] for name, parts in fields.items()},
         )
-
-
-def _whole(given: PackedInputs, notes: list[Tensor], engine: Engine) -> list[Tensor]:
-    """[B, T] of each batch, from [B, t] of each chunk that the head has seen; zero for those it has not."""
-    found, rest = [], iter(notes)
-    for batch in given.batches:
-        parts = list(islice(rest, len(batch.chunks(engine.config.chunk_size))))
-        missing = batch.ids.shape[1] - sum(part.shape[1] for part in parts)
-        found.append(torch.cat([*parts, parts[0].new_zeros(len(batch.ids), missing)], 1))
-    return found
-
-
-class NotingHead(TokenHead):
-    """A head that writes down what TRL logs of each counted token, while its logits are there."""
-
-    def __init__(self, head: TokenHead, noted: tuple[str, ...], chunks: list[dict[str, Tensor]]) -> None:
-        self.model, self.fused, self.noted = _Overheard(head.model, self._note), head.fused, noted
-        self.chunks = chunks
-        self._parts: list[dict[str, Tensor]] = []
-
-    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, fuse: bool = False) -> Tensor:
-        self._parts.clear()
-        logp_BT = super().logprobs(hidden_BTD, targets_BT, fuse)
-        targets = targets_BT.to(logp_BT.device)
-        is_counted = targets != IGNORE_INDEX
-        notes = {}
-        for name in self.noted:
-            notes[name] = torch.zeros_like(logp_BT, dtype=torch.bool if name == "is_top1" else logp_BT.dtype)
-            if self._parts:
-                notes_N = torch.cat([tile[name] for tile in self._parts])
-                # Where most tokens count, the head has run on all of them.
-                notes_N = notes_N[is_counted.flatten()] if len(notes_N) == targets.numel() else notes_N
-                if name == "is_top1":
-                    notes_N = notes_N == targets[is_counted]
-                notes[name][is_counted] = notes_N.to(notes[name].dtype)
-        self.chunks.append(notes)
-        return logp_BT
-
-    def _note(self, logits_NV: Tensor) -> None:
-        self._parts.append(token_stats(logits_NV, self.noted))
-
-
-class _Overheard:
-    """The model of a head, and someone who hears each tile of its logits."""
-
-    def __init__(self, model: Any, hear: Callable[[Tensor], None]) -> None:
-        self.model, self.hear = model, hear
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        logits_NV = self.model.logits(hidden_ND)
-        self.hear(logits_NV)
-        return logits_NV
-
-
-@contextmanager
-def _noting(engine: Engine, noted: tuple[str, ...]) -> Iterator[list[dict[str, Tensor]]]:
-    """While this lasts, the engine's head takes notes of every chunk. The gradient pass comes later, and has the plain
-    head again."""
-    plain, chunks = engine.head, list[dict[str, Tensor]]()
-    if noted:
-        engine.head = NotingHead(plain, noted, chunks)
-    try:
-        yield chunks
-    finally:
-        engine.head = plain
-
-
-def token_stats(logits_NV: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Numbers [N] of each token's distribution; for `is_top1`, the likeliest token. Computed a tile at a time: those
-    of a fused head are too large for copies in float32."""
-    kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "entropy": lambda logits, lse: lse - (logits.softmax(-1) * logits).sum(-1),
-        "mean_logits": lambda logits, lse: logits.mean(-1),
-        "log_sum_sq_probs": lambda logits, lse: (2 * logits).logsumexp(-1) - 2 * lse,
-        "is_top1": lambda logits, lse: logits.argmax(-1),
-    }
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    for tile in logits_NV.split(max(1, PLAIN_TILE // logits_NV.shape[1])):
-        logits = tile.float() if tile.dtype.itemsize < 4 else tile
-        lse = logits.logsumexp(-1)
-        for name, values in parts.items():
-            values.append(kinds[name](logits, lse))
-    return {name: torch.cat(values) for name, values in parts.items()}
 
 
 class TRLTrainer(Trainer):

@@ -15,6 +15,7 @@ from families import relative_error
 from torch import Tensor
 
 from oomb.attention import backends, chunk, reference
+from oomb.attention.call import AttentionSpec
 from oomb.ops import merge
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -189,7 +190,7 @@ def test_attend_splits_gradients_between_chunk_and_past(
     sinks = torch.randn(6, dtype=torch.float64) if with_sinks else None
     later = (torch.randn_like(k[:, :, past_length:]), torch.randn_like(v[:, :, past_length:])) if with_later else None
     past = ListPast(k[:, :, :past_length], v[:, :, :past_length], later, cut=past_length // 3)
-    spec = chunk.AttentionSpec(scale=0.4, window=window)
+    spec = AttentionSpec(scale=0.4, window=window)
     own_k, own_v = k[:, :, past_length:], v[:, :, past_length:]
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import oomb
 from oomb.attention import backends, packed, reference
-from oomb.attention.chunk import AttentionSpec
+from oomb.attention.call import AttentionSpec, Span
 from oomb.engine import allocator
 from oomb.engine.batch import Batch
 from oomb.engine.packing import best_fit
@@ -87,14 +87,12 @@ def test_the_example_of_the_module() -> None:
     assert best_fit([10, 3, 2, 5], 4) == [[0, 2], [3, 1]]
 
 
-def test_positions_and_cuts_of_a_chunk() -> None:
+def test_positions_and_spans_of_a_chunk() -> None:
     ids = torch.zeros(1, 12, dtype=torch.long)
     batch = Batch(ids=ids, targets=ids, starts=(0, 7, 10))
-    assert (
-        batch.document_starts(0, 4) == ()
-        and batch.document_starts(4, 8) == (3,)
-        and batch.document_starts(8, 12) == (2,)
-    )
+    assert batch.spans(0, 4) == (Span(0, 4),)
+    assert batch.spans(4, 8) == (Span(0, 3, ((0, 4),)), Span(3, 4))
+    assert batch.spans(8, 12) == (Span(0, 2, ((7, 8),)), Span(2, 4))
     cpu = torch.device("cpu")
     assert batch.positions(4, 8, cpu).tolist() == [[4, 5, 6, 0]]
     assert batch.positions(8, 12, cpu).tolist() == [[1, 2, 0, 1]]
@@ -435,9 +433,9 @@ def test_several_sequences_are_placed_with_room_for_each_other(model: Any, monke
     """One alone may fill the host with attention outputs; of several none does, nor one beside pages of another."""
     engine, found, decide = engine_for(model, CHUNK), [], allocator.place_or_raise
 
-    def seen(*args: Any, is_only: bool, **settings: Any) -> Any:
-        found.append(is_only)
-        return decide(*args, is_exclusive=is_only, **settings)
+    def seen(*args: Any, is_exclusive: bool, **settings: Any) -> Any:
+        found.append(is_exclusive)
+        return decide(*args, is_exclusive=is_exclusive, **settings)
 
     monkeypatch.setattr(allocator, "place_or_raise", seen)
     engine.loss(documents_of((48, 40, 33))).backward()

@@ -30,7 +30,6 @@ def test_what_is_recorded_is_what_was_read() -> None:
     assert not (found.selected_NP & found.own_NP).any()
     assert found.selected_NP[2:, 0].all(), "the first page"
     assert found.most_read[0] == (0, 1.0)
-    assert engine.on_selection is None
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import H200, MIB, TINY, ask, facts_for, with_dtype
 
+from oomb.attention.call import AttentionCall
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
@@ -375,16 +376,16 @@ def test_facts_are_those_of_the_tensors(name: str) -> None:
     seen: dict[int, LayerShape] = {}
 
     class Look:
-        def attend(self, layer: int, q: Any, k: Any, v: Any, sinks: Any, scale: Any, window: Any, softcap: Any) -> Any:
-            seen[layer] = LayerShape(
-                num_kv_heads=k.shape[1],
-                head_size=k.shape[3],
-                value_size=v.shape[3],
-                num_query_heads=q.shape[1],
-                window=window,
-                dtype=k.dtype,
+        def attend(self, call: AttentionCall) -> Any:
+            seen[call.layer] = LayerShape(
+                num_kv_heads=call.k.shape[1],
+                head_size=call.k.shape[3],
+                value_size=call.v.shape[3],
+                num_query_heads=call.q.shape[1],
+                window=call.window,
+                dtype=call.k.dtype,
             )
-            return q.new_zeros(*q.shape[:3], v.shape[3])
+            return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
 
     with torch.no_grad(), lm.activate(Look(), 4, lm.state()), lm.computing():
         lm.backbone(input_ids=torch.arange(3, 7)[None], use_cache=False)

@@ -64,7 +64,7 @@ facts_for_model = report.shape_for
 def models_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building a large model without its numbers takes most of the time of a plan; these pages plan a few of them."""
     monkeypatch.setattr(
-        report, "facts_for", lambda name, *, dtype, lora, config: facts_for(name, dtype=dtype, lora=lora)
+        report, "shape_for", lambda name, *, dtype, lora, config: facts_for(name, dtype=dtype, lora=lora)
     )
 
 

@@ -37,7 +37,13 @@ FLOORS = (
     ("planner", "engine"),
     ("trainers", "eval", "cli"),
 )
-ARROWS = {"config": {"utils"}, "ops": {"config", "utils"}, "engine": {"planner"}, "cli": {"trainers", "eval"}}
+ARROWS = {
+    "models": {"attention"},
+    "config": {"utils"},
+    "ops": {"config", "utils"},
+    "engine": {"planner"},
+    "cli": {"trainers", "eval"},
+}
 LEVEL = {name: level for level, floor in enumerate(FLOORS) for name in floor}
 ENTRY_POINTS = {"oomb", "oomb.__main__"}
 WITH_TRITON = "oomb.ops.triton_kernels"

@@ -467,9 +467,12 @@ def test_room_on_the_gpu_is_left_for_states_that_will_be_there_alone(
 ) -> None:
     rooms: list[int] = []
     decide = allocator.place_or_raise
-    monkeypatch.setattr(
-        allocator, "decide", lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1]
-    )
+
+    def record(*args: Any, **options: Any) -> Any:
+        rooms.append(options["optimizer_bytes"])
+        return decide(*args, **options)
+
+    monkeypatch.setattr(allocator, "place_or_raise", record)
     model, found = tiny_model(), []
     for options in (
         {},
