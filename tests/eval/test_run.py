@@ -394,7 +394,7 @@ def test_the_documented_example_runs(engine: Engine, text: Tensor, capsys: pytes
         (["demo", "--needle_lengths", "4X"], "--needle_lengths '4X' is not a number of tokens"),
         (["demo", "--needle_lengths", "512"], "too short"),
         (["demo", "--max_eval_samples", "0"], "--max_eval_samples is 0; it must be 1 or more"),
-        (["demo", "--needle_lengths", "4K", "--needle_candidates", "1"], "num_candidates is 1"),
+        (["demo", "--needle_lengths", "4K", "--needle_candidates", "1"], "needle_candidates is 1"),
         (["demo", "--output", "."], "--output . is a folder"),
     ],
 )
