@@ -135,4 +135,4 @@ def _shown(console: Console) -> AbstractContextManager[Callable[[int, int], None
     """A bar on a terminal, a line now and then elsewhere."""
     from oomb.cli.progress import bytes_bar
 
-    return bytes_bar(console, "tokenising", "tokenised")
+    return bytes_bar(console, "tokenizing", "tokenized")

@@ -1,4 +1,4 @@
-"""Data: `open_dataset` turns what `--dataset` names into examples, `tokenizing` writes them to disk once and for all.
+"""Data: `dataset.open_dataset` turns `--dataset` into examples; `tokenize.tokenize` writes the tokens to disk once.
 
-stdlib | file | folder | JSON lines | table  ->  records  ->  tokens  ->  windows or documents  ->  (held-out, train)
+stdlib | file | folder | JSON lines | table  ->  records  ->  tokens  ->  examples  ->  (held-out, train)
 """

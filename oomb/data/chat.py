@@ -1,4 +1,4 @@
-"""Conversations to tokens, and which of them are the assistant's."""
+"""Tokenize conversations with a chat template and find the tokens that the assistant says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASSISTANT = "assistant"
 SHAREGPT = (
     'this is the ShareGPT form; rename its keys to "messages", "role" (human to user, gpt to assistant) and "content"'
 )
-REMEDY = "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around what the assistant says"
+REMEDY = "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around the assistant's turns"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = list[dict[str, Any]]
@@ -24,11 +24,18 @@ Spans = list[tuple[int, int]]
 
 
 def is_sharegpt(value: Any) -> bool:
-    """By its first turn."""
+    """Return whether a value is a conversation in the ShareGPT form, judged by its first turn."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {"from", "value"} <= set(value[0])
 
 
 def checked_messages(value: Any, key: str, where: str) -> Messages:
+    """Return the messages of a record. Raise ValueError if they are not in the expected form.
+
+    Args:
+        value: The record's value.
+        key: Its key in the record.
+        where: File and line, for messages.
+    """
     expected = f'{where}: "{key}" must be a list of {{"role": "…", "content": "…"}}'
     if not isinstance(value, list):
         raise ValueError(f"{expected}, found a {type(value).__name__}")
@@ -41,36 +48,36 @@ def checked_messages(value: Any, key: str, where: str) -> Messages:
         content = message.get("content")
         if not isinstance(content, str | list) and not message.get("tool_calls"):
             raise ValueError(f'{expected}; message {number} has no "content" of text')
-        # Tables fill what a message lacks with None, which a template would take for something.
+        # Tables fill missing keys with None, which a template would take for a value.
         messages.append({name: part for name, part in message.items() if part is not None or name == "content"})
     return messages
 
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """What a template refuses, with the conversation."""
+    """Name the conversation in errors of its chat template."""
     from jinja2 import TemplateError
 
     try:
         yield
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{where}: the chat template does not take this conversation: {error}") from error
+        raise ValueError(f"{where}: the chat template rejects this conversation: {error}") from error
 
 
 class Chat:
-    """A tokenizer's chat template."""
+    """Chat template of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                f"{where}: the tokenizer has no chat template, so messages cannot be written out; name the tokenizer "
-                'of a chat model with --tokenizer_name, or give {"prompt": "…", "completion": "…"}'
+                f"{where}: messages need a chat template and this tokenizer has none; pass the tokenizer of a chat "
+                'model with --tokenizer_name, or give {"prompt": "…", "completion": "…"}'
             )
         self._tokenizer = tokenizer
         self._added = np.array(sorted(getattr(tokenizer, "added_tokens_decoder", {})), dtype=np.int64)
 
     def assistant_turns(self, messages: Messages, tools: Any, where: str) -> tuple[list[int], Spans]:
-        """Token ids of a conversation, and the spans of them that the assistant says."""
+        """Return the token ids of a conversation, and the token spans that the assistant says."""
         with _named(where):
             has_markers = _MARKER.search(self._tokenizer.get_chat_template(None, tools)) is not None
         if has_markers:
@@ -86,28 +93,28 @@ class Chat:
             upto = text if is_last else self._render(messages[: index + 1], tools, where)
             if not (text.startswith(head) and text.startswith(upto) and len(head) <= len(upto)):
                 raise ValueError(
-                    f"{where}: the chat template writes message {index}, or what leads up to it, otherwise when the "
-                    f"conversation ends there, so the assistant's part cannot be told; {REMEDY}"
+                    f"{where}: the chat template writes message {index}, or what precedes it, differently when the "
+                    f"conversation ends there, so the assistant's part cannot be found; {REMEDY}"
                 )
             turns.append((len(head), len(upto)))
         return self._tokens(text, turns, where)
 
     def answer(self, prompt: Messages, completion: Messages, tools: Any, where: str) -> tuple[list[int], Spans]:
-        """The same where all of the completion is to be learnt."""
+        """Return the token ids of a prompt and its completion, and the span of the completion."""
         text = self._render(prompt + completion, tools, where)
         head = self._render(prompt, tools, where, reply=completion[0]["role"] == ASSISTANT)
         if not text.startswith(head):
             raise ValueError(
-                f"{where}: the chat template writes the prompt otherwise when a completion follows; give both as "
+                f"{where}: the chat template writes the prompt differently when a completion follows; give both as "
                 '"messages"'
             )
         return self._tokens(text, [(len(head), len(text))], where)
 
     def _marked(self, messages: Messages, tools: Any, where: str) -> tuple[str, Spans]:
-        """A conversation written out, and the characters between the template's markers.
+        """Return the text of a conversation, and the character spans between the template's markers.
 
-        `apply_chat_template` has a mask of them too, but by the offsets of tokens: those of many tokenizers leave out
-        whitespace, and a turn that begins or ends with some is masked wrongly.
+        `apply_chat_template` can return a token mask, but it relies on token offsets. Many tokenizers leave whitespace
+        out of those, so turns that begin or end with whitespace would be masked wrongly.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -125,7 +132,7 @@ class Chat:
             )
 
     def _tokens(self, text: str, turns: Spans, where: str) -> tuple[list[int], Spans]:
-        """Spans of characters to spans of tokens."""
+        """Return the token ids of a text, and the token spans of its character spans."""
         is_fast = bool(getattr(self._tokenizer, "is_fast", False))
         found = self._tokenizer(
             text, add_special_tokens=False, verbose=False, **({"return_offsets_mapping": True} if is_fast else {})
@@ -134,16 +141,16 @@ class Chat:
         fixed = np.flatnonzero(np.isin(ids, self._added)) if is_fast else np.empty(0, dtype=np.int64)
         ends = [found["offset_mapping"][index][1] for index in fixed]
 
-        def border(place: int) -> int:
-            # Text is cut at added tokens before anything else, so it is enough to look from the last of them on.
-            last = int(np.searchsorted(ends, place, side="right")) - 1
+        def token_at(char: int) -> int:
+            # Tokenizers split text at added tokens first, so it is enough to start from the last one.
+            last = int(np.searchsorted(ends, char, side="right")) - 1
             for first, start in ((int(fixed[last]) + 1, ends[last]), (0, 0)) if last >= 0 else ((0, 0),):
-                before = self._tokenizer(text[start:place], add_special_tokens=False, verbose=False)["input_ids"]
+                before = self._tokenizer(text[start:char], add_special_tokens=False, verbose=False)["input_ids"]
                 if ids[first : first + len(before)] == list(before):
                     return first + len(before)
             raise ValueError(
-                f"{where}: a token spans the beginning or the end of what the assistant says "
-                f"({text[max(place - 10, 0) : place + 10]!r}), so the loss cannot begin or end there; {REMEDY}"
+                f"{where}: a token spans the start or end of the assistant's turn "
+                f"({text[max(char - 10, 0) : char + 10]!r}), so the loss cannot start or end there; {REMEDY}"
             )
 
-        return ids, [(border(start), border(stop)) for start, stop in turns]
+        return ids, [(token_at(start), token_at(stop)) for start, stop in turns]

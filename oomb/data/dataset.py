@@ -1,7 +1,7 @@
-"""`--dataset` to examples: source -> records -> one token sequence -> windows, or pieces of documents -> split.
+"""Open a dataset as examples: source -> records -> tokens -> examples -> train and held-out.
 
-What is wrong with the data is raised here, before any training: all that will be trained on is read and tokenised now,
-or was so by `oomb tokenize`.
+Everything that will be trained on is read and tokenized here, or was by `oomb tokenize`, so bad data is reported before
+training begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from oomb.data import shards
-from oomb.data.checking import Report
+from oomb.data.checking import Report, no_report
 from oomb.data.discover import STDLIB
 from oomb.data.encode import TEXT, Encoder, EncodeStats, record_kind
 from oomb.data.manifest import find
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 PACKINGS = ("auto", "windows", "documents")
 
 SHORTEST_ADVISED = 512
-"""For a text shorter than this no smaller window is advised: it is too little to train on."""
+"""The smallest max_length to suggest for a short text: less is too little to train on."""
 
 MANY_TOKENS = 500_000_000
-"""From here on a run is told that `oomb tokenize` would spare it time and memory."""
+"""In-memory tokens from which to suggest `oomb tokenize`, which saves time and memory."""
 
 
 def load(
@@ -45,7 +45,7 @@ def load(
     num_held_out: int = 1,
     seed: int = SEED,
 ) -> Split:
-    """`open_dataset` with every document joined to the next."""
+    """Open a dataset with all documents joined (`packing="windows"`); see `open_dataset`."""
     return open_dataset(
         dataset,
         tokenizer=tokenizer,
@@ -69,32 +69,45 @@ def open_dataset(
     num_train: int | None = None,
     seed: int = SEED,
     skip_check: bool = False,
-    report: Report = lambda done, total: None,
+    report: Report = no_report,
 ) -> Split:
-    """Examples of a text file, a folder, JSON lines, a table, or a folder that `oomb tokenize` wrote.
+    """Return the examples of a text file, a folder, JSON lines, a table, or a folder written by `oomb tokenize`.
 
-    `num_train` examples are enough: the rest is not read. The held-out examples are the first ones, whatever
-    `num_train` is. The order of the documents is fixed and looks random: files go by a checksum of their names,
-    records by `seed`. Without a tokenizer a token is a byte.
+    The order of documents is fixed and looks random: files are sorted by a checksum of their names, records by `seed`.
 
-    All files that `oomb tokenize` wrote are checked against its manifest first; `report` hears how far that is.
-    `skip_check` leaves out reading all token ids, which takes minutes for hundreds of gigabytes.
+    Args:
+        dataset: Path, or "stdlib" for the source of Python's standard library.
+        tokenizer: None: a token is a byte.
+        max_length: Maximum tokens per example.
+        packing: "windows" joins documents and cuts examples of exactly `max_length` tokens. "documents" makes each
+            document an example and cuts longer ones. "auto" is "windows" for text and "documents" otherwise.
+        join: "documents", or "repository" to read a folder as one document.
+        vocab_size: Vocabulary of the model; larger token ids are an error.
+        num_held_out: Held-out examples: the first ones, whatever `num_train` is. At most a fifth of all.
+        num_train: Training examples needed; the rest of the dataset is not read. None: all.
+        seed: Seed of the order of records.
+        skip_check: Do not read the token ids of a tokenized folder to check them, which takes minutes for hundreds of
+            gigabytes. All other files are checked.
+        report: Called with bytes checked and bytes in total, for a tokenized folder.
+
+    Raises:
+        ValueError: The dataset cannot be trained on; the message names the file and line.
     """
     if max_length < 2:
         raise ValueError(
-            f"max_length is {max_length}; a window needs at least 2 tokens, one to read and one to predict"
+            f"max_length is {max_length}; an example needs at least 2 tokens, one to read and one to predict"
         )
     if packing not in PACKINGS:
-        raise ValueError(f"packing is {packing!r}; it is one of {', '.join(PACKINGS)}")
-    # Five times what is to be held out, so that the share below does not depend on `num_train`.
+        raise ValueError(f"packing is {packing!r}; it must be one of {', '.join(PACKINGS)}")
+    # Five times what is held out, so that "a fifth of all" does not depend on `num_train`.
     enough = None if num_train is None else max(num_train + num_held_out, 5 * num_held_out)
     folder = _tokenized(dataset)
     notes: tuple[str, ...] = ()
     is_all_read = True
     if folder is not None:
         if join != "documents":
-            raise ValueError(f"{folder} is tokenised already, and join is {join!r}: say so to oomb tokenize instead")
-        tokens, tally, kind = shards.open_tokens(folder, tokenizer, vocab_size, skip_check=skip_check, report=report)
+            raise ValueError(f"{folder} is tokenized already: pass join={join!r} to oomb tokenize instead")
+        tokens, stats, kind = shards.open_tokens(folder, tokenizer, vocab_size, skip_check=skip_check, report=report)
         name = str(folder)
         packing = _packing(packing, kind)
     else:
@@ -104,29 +117,29 @@ def open_dataset(
         packing = _packing(packing, kind)
         encoder = Encoder(tokenizer, kind, vocab_size)
         encoder.check_first(source, order)
-        tokens, tally, is_all_read = _tokenize(source, order, encoder, packing, max_length, enough)
+        tokens, stats, is_all_read = _tokenize(source, order, encoder, packing, max_length, enough)
         name, notes = source.name, source.notes
         if len(tokens) >= MANY_TOKENS:
-            notes += (f"{len(tokens):,} tokens are held in memory; oomb tokenize writes them to disk, once",)
-    bounds_N2 = tokens.windows(max_length) if packing == "windows" else tokens.pieces(max_length)
+            notes += (f"{len(tokens):,} tokens are held in memory; oomb tokenize writes them to disk once",)
+    bounds_N2 = tokens.blocks(max_length) if packing == "windows" else tokens.pieces(max_length)
     if len(bounds_N2) == 0:
-        _check_enough_text(name, tokens, tally, max_length, "tokens (bytes)" if tokenizer is None else "tokens")
+        _check_enough_text(name, tokens, stats, max_length, "tokens (bytes)" if tokenizer is None else "tokens")
     if tokens.loss_spans is not None and packing == "windows" and len(bounds_N2) < len(tokens) // max_length:
         left_out = len(tokens) // max_length - len(bounds_N2)
-        notes += (f"{count(left_out, 'window')} without a word to learn left out",)
-    # A fifth of the text at most, but one window as soon as there are two.
-    border = min(num_held_out, max(len(bounds_N2) // 5, 1), len(bounds_N2) - 1)
-    end = None if num_train is None else border + num_train
+        notes += (f"{count(left_out, 'example')} without a token to predict left out",)
+    # At most a fifth, but one example as soon as there are two.
+    split_at = min(num_held_out, max(len(bounds_N2) // 5, 1), len(bounds_N2) - 1)
+    end = None if num_train is None else split_at + num_train
     return Split(
-        train=Examples(tokens, bounds_N2[border:end]),
-        held_out=Examples(tokens, bounds_N2[:border]) if border else None,
+        train=Examples(tokens, bounds_N2[split_at:end]),
+        held_out=Examples(tokens, bounds_N2[:split_at]) if split_at else None,
         num_tokens=len(tokens),
-        num_documents=tally.num_documents,
-        skipped=tuple(Path(path) for path in tally.not_text),
+        num_documents=stats.num_documents,
+        skipped=tuple(Path(path) for path in stats.not_text),
         packing=packing,
-        num_examples=len(bounds_N2) - border,
+        num_examples=len(bounds_N2) - split_at,
         is_all_read=is_all_read,
-        notes=(*tally.notes(), *notes),
+        notes=(*stats.notes(), *notes),
     )
 
 
@@ -147,10 +160,10 @@ def pad_batch(examples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Te
 
 
 def unchecked(dataset: str) -> str | None:
-    """Return what to tell someone who skips the check of a dataset. None if there is nothing that it would check."""
+    """Return a warning for a dataset whose check is skipped, or None if there is nothing to check."""
     if _tokenized(dataset) is None:
         return None
-    return f"the token ids of {dataset} are not checked: damage to its files would be trained on (--skip_dataset_check)"
+    return f"the token ids of {dataset} are not checked: damaged files would be trained on (--skip_dataset_check)"
 
 
 def _tokenized(dataset: str) -> Path | None:
@@ -159,7 +172,7 @@ def _tokenized(dataset: str) -> Path | None:
 
 
 def _packing(packing: str, kind: str) -> str:
-    """Conversations are apart by default: one has nothing to say to the next."""
+    """Resolve "auto": conversations have nothing to do with each other and stay apart."""
     if packing != "auto":
         return packing
     return "windows" if kind == TEXT else "documents"
@@ -168,15 +181,15 @@ def _packing(packing: str, kind: str) -> str:
 def _tokenize(
     source: Source, order: np.ndarray, encoder: Encoder, packing: str, max_length: int, enough: int | None
 ) -> tuple[Tokens, EncodeStats, bool]:
-    """The tokens, what was found, and whether all of the source was read."""
-    tally = EncodeStats()
+    """Return the tokens of enough examples, what was read, and whether the whole source was."""
+    stats = EncodeStats()
     is_all_read = True
     parts: list[np.ndarray] = []
     records: list[int] = []
     spans: list[np.ndarray] = []
     ends: list[int] = []
-    num_tokens = num_examples = opened_at = 0
-    for document in encoder.documents(source, order, tally):
+    num_tokens = num_examples = document_start = 0
+    for document in encoder.documents(source, order, stats):
         if document.spans is not None:
             spans.append(document.spans + num_tokens)
         parts.append(document.ids)
@@ -187,35 +200,35 @@ def _tokenize(
         if enough is None:
             continue
         if packing == "documents":
-            of_this = pieces(np.array([num_tokens - opened_at]), max_length)
+            bounds_N2 = pieces(np.array([num_tokens - document_start]), max_length)
             if document.spans is not None:
-                of_this = of_this[has_targets(of_this, document.spans)]
-            num_known = num_examples + len(of_this)
+                bounds_N2 = bounds_N2[has_targets(bounds_N2, document.spans)]
+            num_known = num_examples + len(bounds_N2)
             if document.ends_document:
-                num_examples, opened_at = num_known, num_tokens
+                num_examples, document_start = num_known, num_tokens
         else:
-            # Of windows of conversations some are left out, which ones is not known yet.
+            # Some examples of joined conversations have no targets and are left out; which ones is not known yet.
             num_known = num_tokens // max_length if document.spans is None else 0
         if num_known >= enough:
-            # Of several records, those after this one have not been looked at.
+            # If there are several records, those after this one have not been read.
             is_all_read = len(order) == 1 and document.ends_document
             break
     if num_tokens and (not ends or ends[-1] < num_tokens):
-        # As much of a repository as was needed.
+        # Reading stopped inside a repository, which is one document.
         ends.append(num_tokens)
-        tally.num_documents += 1
-    tally.require_documents(source.name)
+        stats.num_documents += 1
+    stats.require_documents(source.name)
     joined = np.concatenate(spans) if spans else None
     origins = Origins(source, np.array(records), np.cumsum([len(part) for part in parts], dtype=np.int64))
     tokens = Tokens([np.concatenate(parts)], np.array(ends, dtype=np.int64), joined, origins)
-    return tokens, tally, is_all_read
+    return tokens, stats, is_all_read
 
 
-def _check_enough_text(name: str, tokens: Tokens, tally: EncodeStats, max_length: int, unit: str) -> None:
+def _check_enough_text(name: str, tokens: Tokens, stats: EncodeStats, max_length: int, unit: str) -> None:
     if len(tokens) >= max_length:
-        raise ValueError(f"{name} has nothing to train on: no document has a token to learn")
+        raise ValueError(f"{name} has nothing to train on: no document has a token with a loss")
     remedy = "give more text"
     if len(tokens) >= SHORTEST_ADVISED:
         remedy = f"set --max_length to {len(tokens)} or less, or give more text"
-    left_out = f" ({len(tally.not_text)} of its files hold no text)" if tally.not_text else ""
-    raise ValueError(f"{name} has {len(tokens)} {unit}{left_out} and one window needs {max_length}: {remedy}")
+    left_out = f" ({len(stats.not_text)} of its files are not text)" if stats.not_text else ""
+    raise ValueError(f"{name} has {len(tokens)} {unit}{left_out}, but one example needs {max_length}: {remedy}")

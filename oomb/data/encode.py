@@ -1,4 +1,4 @@
-"""Records to token ids, with the spans that are learnt where not all is. Without a tokenizer a token is a byte."""
+"""Turn records into token ids and the spans that have a loss. Without a tokenizer, a token is a byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from oomb.data.chat import SHAREGPT, Chat, Spans, checked_messages, is_sharegpt
 from oomb.data.discover import join_names
-from oomb.data.sources import SHOW, Record, Source
+from oomb.data.sources import EXPECTED, Record, Source
 from oomb.data.tokenizers import PROBE
 from oomb.utils.units import count
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 SEPARATOR_ID = 256
 PAD_ID = 257
 NUM_BYTE_IDS = 258
-"""Ids a model needs to read bytes: 256 byte values, the separator and the padding."""
+"""Vocabulary needed to read bytes: 256 byte values, the separator and padding."""
 
 TEXT, MESSAGES, COMPLETION = "text", "messages", "completion"
-"""Kinds of records. The loss of the last two is on the assistant's turns, or on the completion."""
+"""Kinds of records. Messages have a loss on the assistant's turns, completions on the completion."""
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,30 @@ class Encoded:
 
     ids: np.ndarray
     spans: np.ndarray | None
-    """[R, 2] of tokens that are learnt; None: all."""
+    """[R, 2]: token spans with a loss. None: every token has one."""
     ends_document: bool
     record: int = 0
-    """The number of its record in the source."""
+    """Index of its record in the source."""
 
 
 @dataclass
 class EncodeStats:
-    """What was read and what was left out, to be told at the end."""
+    """Counts of what was read and what was skipped. Its fields are stored in manifests, so their names are fixed."""
 
     num_documents: int = 0
     num_empty: int = 0
     first_empty: str | None = None
     num_unlearnt: int = 0
+    """Conversations without a token that has a loss."""
     first_unlearnt: str | None = None
     not_text: list[str] = field(default_factory=list)
+    """Paths of files that are not text."""
     left_out: list[str] = field(default_factory=list)
     """The same files by their names in the folder, each with the reason."""
     max_id: int = -1
 
     def add(self, other: EncodeStats) -> None:
+        """Add the counts of what was read next."""
         self.num_documents += other.num_documents
         self.num_empty += other.num_empty
         self.first_empty = self.first_empty or other.first_empty
@@ -65,30 +68,32 @@ class EncodeStats:
         self.max_id = max(self.max_id, other.max_id)
 
     def notes(self) -> tuple[str, ...]:
+        """Return remarks for the user on what was skipped."""
         notes = []
         if self.num_empty:
             notes.append(f"{count(self.num_empty, 'empty document')} skipped, the first {self.first_empty}")
         if self.num_unlearnt:
             what = count(self.num_unlearnt, "conversation")
-            notes.append(f"{what} without a word to learn skipped, the first {self.first_unlearnt}")
+            notes.append(f"{what} without a token to predict skipped, the first {self.first_unlearnt}")
         if self.not_text:
-            # Folders that were tokenised by earlier releases have no reasons.
+            # Folders tokenized by earlier releases have no reasons.
             names = join_names(sorted(self.left_out or self.not_text))
-            notes.append(f"{count(len(self.not_text), 'file')} without text left out: {names}")
+            notes.append(f"{count(len(self.not_text), 'file')} skipped, not text: {names}")
         return tuple(notes)
 
     def require_documents(self, name: str) -> None:
-        """Raises where no document is left."""
+        """Raise ValueError if there is no document to train on."""
         if self.num_documents:
             return
         raise ValueError(f"{name} has nothing to train on: {'; '.join(self.notes()) or 'it is empty'}")
 
     def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 def record_kind(record: Record) -> str:
-    """What a record is, by its keys."""
+    """Return the kind of a record from its keys. Raise ValueError if it has none of the expected ones."""
     fields = record.fields if record.fields is not None else {TEXT: b""}
     if "messages" in fields:
         return MESSAGES
@@ -102,11 +107,17 @@ def record_kind(record: Record) -> str:
         found += f": {SHAREGPT}"
     elif isinstance(turns, list):
         found += '; rename "conversations" to "messages"'
-    raise ValueError(f"{record.where}: expected {SHOW}, found {found}")
+    raise ValueError(f"{record.where}: expected {EXPECTED}, found {found}")
 
 
 class Encoder:
-    """A tokenizer, or bytes where it is None."""
+    """Encoder of one kind of record, by a tokenizer or, without one, by bytes.
+
+    Args:
+        tokenizer: None: a token is a byte.
+        kind: Kind of every record (see `record_kind`).
+        vocab_size: Vocabulary of the model; larger ids are refused.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, kind: str, vocab_size: int | None = None) -> None:
         self.kind = kind
@@ -117,15 +128,15 @@ class Encoder:
         self.prefix = [] if tokenizer is None else _prefix_of(tokenizer)
         needed = NUM_BYTE_IDS if tokenizer is None else int(getattr(tokenizer, "vocab_size", 0))
         if vocab_size is not None and needed > vocab_size:
-            what = "bytes take" if tokenizer is None else "the tokenizer has"
+            what = "bytes need" if tokenizer is None else "the tokenizer has"
             raise ValueError(
                 f"the model has a vocabulary of {vocab_size} and {what} {needed} ids; "
-                "name the tokenizer that belongs to the model with --tokenizer_name"
+                "pass the model's own tokenizer with --tokenizer_name"
             )
 
     @property
     def num_ids(self) -> int:
-        """Above every id it can give."""
+        """One more than the largest possible id."""
         if self._tokenizer is None:
             return NUM_BYTE_IDS
         vocabulary = self._tokenizer.get_vocab()
@@ -133,11 +144,11 @@ class Encoder:
 
     @property
     def dtype(self) -> str:
-        """The type of the ids on disk."""
+        """NumPy dtype of the ids on disk."""
         return "<u2" if self.num_ids <= 1 << 16 else "<u4"
 
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give the same ids. Of the chat template too, where it is used."""
+        """Return a hash that is equal for tokenizers that give the same ids, chat template included if it is used."""
         if self._tokenizer is None:
             return "bytes"
         facts: list[Any] = [sorted(self._tokenizer.get_vocab().items()), self.prefix, self.separator]
@@ -147,42 +158,41 @@ class Encoder:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def check_first(self, source: Source, order: np.ndarray) -> None:
-        """Raises what is wrong with the first record: where all are wrong, it is the one to name, though others are
-        read before it."""
+        """Raise what is wrong with the first record of the source: if all are wrong, that is the one to name."""
         if order[0] != 0:
             for _ in self.documents(source, [0], EncodeStats()):
                 pass
 
-    def documents(self, source: Source, indices: Iterable[int], tally: EncodeStats) -> Iterator[Encoded]:
-        """The records of these numbers. What is left out is noted in `tally`."""
+    def documents(self, source: Source, indices: Iterable[int], stats: EncodeStats) -> Iterator[Encoded]:
+        """Yield the encoded records of these indices, and count them and what is skipped in `stats`."""
         for index in indices:
             record = source.read(int(index))
             if record.fields is None:
-                tally.not_text.append(record.where)
-                tally.left_out.append(record.left_out)
+                stats.not_text.append(record.where)
+                stats.left_out.append(record.left_out)
             found = self._encode(record)
             if found is None:
                 if record.fields is not None:
-                    tally.num_empty += 1
-                    tally.first_empty = tally.first_empty or record.where
+                    stats.num_empty += 1
+                    stats.first_empty = stats.first_empty or record.where
                 continue
             # The first token of a document is never predicted.
             if found.spans is not None and not (found.spans[:, 1] > np.maximum(found.spans[:, 0], 1)).any():
-                tally.num_unlearnt += 1
-                tally.first_unlearnt = tally.first_unlearnt or record.where
+                stats.num_unlearnt += 1
+                stats.first_unlearnt = stats.first_unlearnt or record.where
                 continue
-            most = int(found.ids.max(initial=-1))
-            tally.max_id = max(tally.max_id, most)
-            if self._vocab_size is not None and most >= self._vocab_size:
+            largest = int(found.ids.max(initial=-1))
+            stats.max_id = max(stats.max_id, largest)
+            if self._vocab_size is not None and largest >= self._vocab_size:
                 raise ValueError(
-                    f"{record.where}: the tokenizer gives the id {most} and the model has a vocabulary of "
-                    f"{self._vocab_size}; name the tokenizer that belongs to the model with --tokenizer_name"
+                    f"{record.where}: the tokenizer gives the id {largest}, but the model has a vocabulary of "
+                    f"{self._vocab_size}; pass the model's own tokenizer with --tokenizer_name"
                 )
-            tally.num_documents += found.ends_document
+            stats.num_documents += found.ends_document
             yield replace(found, record=int(index))
 
     def _encode(self, record: Record) -> Encoded | None:
-        """None where it is empty."""
+        """Return the token ids of a record, or None if it is empty."""
         fields = record.fields if record.fields is not None else {TEXT: b""}
         if record.fields is not None and record_kind(record) != self.kind:
             raise ValueError(
@@ -222,7 +232,7 @@ class Encoder:
         begin = list(self._ids(prompt, where))
         whole = list(self._ids(prompt + completion, where))
         if whole[: len(begin)] != begin:
-            # A token spans the border. When the model is used, the prompt is tokenised alone.
+            # A token spans the boundary. At inference the prompt is tokenized alone, so do the same here.
             whole = begin + list(self._ids(completion, where))
         ids = [*self.prefix, *whole, *self.separator]
         return _encoded(ids, [(len(self.prefix) + len(begin), len(ids))])
@@ -230,8 +240,8 @@ class Encoder:
     def _chat_of(self, record: Record) -> Chat:
         if self._tokenizer is None:
             raise ValueError(
-                f"{record.where}: messages need a tokenizer with a chat template, and this model reads bytes; "
-                "name one with --tokenizer_name"
+                f"{record.where}: messages need a tokenizer with a chat template, but this model reads bytes; "
+                "pass one with --tokenizer_name"
             )
         if self._chat is None:
             self._chat = Chat(self._tokenizer, record.where)
@@ -242,13 +252,15 @@ class Encoder:
             try:
                 raw = text.encode("utf-8")
             except UnicodeEncodeError as error:
-                raise ValueError(f"{where}: half a surrogate pair at character {error.start} is not text") from error
+                raise ValueError(
+                    f"{where}: not valid text: half a surrogate pair at character {error.start}"
+                ) from error
         else:
             raw = text
         if self._tokenizer is None:
             return np.frombuffer(raw, dtype=np.uint8)
         text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
-        # verbose=False: it would warn that a document is longer than the model's context, which is the point.
+        # Not verbose: it would warn that a document is longer than the model's context, which is the point of oomb.
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -259,7 +271,7 @@ def _encoded(ids: list[int], spans: Spans) -> Encoded:
 
 
 def _tools(record: Record) -> Any:
-    """Tools that the conversation may call: a list of schemas, or its JSON."""
+    """Return the tools of a conversation, given as a list of schemas or its JSON."""
     tools = (record.fields or {}).get("tools")
     if isinstance(tools, str):
         try:
@@ -272,6 +284,7 @@ def _tools(record: Record) -> Any:
 
 
 def _separator_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token that ends a document: end-of-text, or the nearest thing the tokenizer has."""
     for special in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.sep_token_id):
         if special is not None:
             return [special]
@@ -279,7 +292,7 @@ def _separator_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text, which its model expects there."""
+    """Return the tokens that the tokenizer puts before a text, such as beginning-of-text."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
     for first in range(len(whole) - len(bare) + 1):

@@ -1,15 +1,15 @@
-"""The folder that `oomb tokenize` writes.
+"""Write and open the folders of `oomb tokenize`.
 
-    manifest.json      what it was made of, and its shards; "complete" once all is there
-    tokens-00000.npy   the token ids of a shard; one shard goes on where the one before ends
+    manifest.json      source, tokenizer and shards; "complete" once the folder is
+    tokens-00000.npy   token ids of a shard; each shard continues the one before
     documents.npy      where documents end in the whole sequence
-    learnt.npy         [R, 2]: the spans that have a loss; only where not all has
+    learnt.npy         [R, 2]: the spans that have a loss, if not every token has one
 
-The manifest holds a checksum of each of these, and of itself.
+The manifest has a checksum of each of these files and of itself.
 
-    shard-00000.json   while it is being written: what the last three will have of a finished shard
+    shard-00000.json   until the folder is complete: a finished shard's part of the other files
 
-Files appear under their names when they are whole. A shard counts as finished once its .json is there.
+Every file is written under a temporary name and renamed once it is complete. A shard is finished once its .json exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from oomb.data.checking import Report, check_shards, read_index
+from oomb.data.checking import Report, check_shards, no_report, read_index
 from oomb.data.encode import Encoded, Encoder, EncodeStats
 from oomb.data.manifest import (
     DOCUMENTS,
@@ -43,7 +43,8 @@ from oomb.utils.checksums import file_sha256
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OURS = (MANIFEST, DOCUMENTS, LEARNT, SHARDS, "shard-*.json", ".*partial-*")
+PATTERNS = (MANIFEST, DOCUMENTS, LEARNT, SHARDS, "shard-*.json", ".*partial-*")
+"""Files that `oomb tokenize` may have written in a folder."""
 
 
 def open_tokens(
@@ -52,47 +53,66 @@ def open_tokens(
     vocab_size: int | None,
     *,
     skip_check: bool = False,
-    report: Report = lambda done, total: None,
+    report: Report = no_report,
 ) -> tuple[Tokens, EncodeStats, str]:
-    """Return its tokens, left on disk; what was left out of them; the kind of its records.
+    """Return the memory-mapped tokens of a folder, its statistics, and the kind of its records.
 
-    Raises ValueError if a file is not as it was written. `skip_check` leaves out reading all token ids.
+    Args:
+        folder: A folder that `oomb tokenize` wrote.
+        tokenizer: Must be the one that the folder was written with.
+        vocab_size: Vocabulary of the model; larger ids are an error.
+        skip_check: Do not read all token ids to check them.
+        report: Progress callback of the check.
+
+    Raises:
+        ValueError: The folder is unfinished or damaged, or does not match the tokenizer or the model.
     """
     manifest = read_manifest(folder)
     assert manifest is not None
     if not manifest["complete"]:
-        raise ValueError(f"{folder} is not finished: run the same oomb tokenize command again, it goes on from there")
+        raise ValueError(f"{folder} is not finished: run the same oomb tokenize command again to continue")
     made_by, plan = manifest["plan"]["tokenizer_name"] or "bytes", manifest["plan"]
     encoder = Encoder(tokenizer, plan["kind"])
     if encoder.fingerprint() != plan["tokenizer"]:
         raise ValueError(
-            f"{folder} was tokenised with {made_by}, and the tokenizer here is another: tokenise it again with "
-            "--tokenizer_name of the model, or name that one here"
+            f"{folder} was tokenized with {made_by}, but this run uses a different tokenizer: tokenize it again with "
+            "the model's tokenizer, or pass --tokenizer_name"
         )
-    tally = EncodeStats(**manifest["tally"])
-    if vocab_size is not None and tally.max_id >= vocab_size:
+    stats = EncodeStats(**manifest["tally"])
+    if vocab_size is not None and stats.max_id >= vocab_size:
         raise ValueError(
-            f"{folder} has the token id {tally.max_id} and the model has a vocabulary of {vocab_size}: it was "
-            f"tokenised with {made_by}, which does not belong to this model"
+            f"{folder} has the token id {stats.max_id}, but the model has a vocabulary of {vocab_size}: it was "
+            f"tokenized with {made_by}, which is not this model's tokenizer"
         )
     ends, spans = read_index(folder, manifest)
     check_shards(folder, manifest, encoder.dtype, is_full=not skip_check, report=report)
     parts = [MappedArray(folder / shard["name"], shard["num_tokens"]) for shard in manifest["shards"]]
-    return Tokens(parts, ends, spans), tally, plan["kind"]
+    return Tokens(parts, ends, spans), stats, plan["kind"]
 
 
 def tokens_name(number: int) -> str:
+    """Return the file name of a shard's token ids."""
     return f"tokens-{number:05d}.npy"
 
 
 def record_path(folder: Path, number: int) -> Path:
+    """Return the path of the .json that marks a shard as finished."""
     return folder / f"shard-{number:05d}.json"
 
 
 def write_shard(
-    folder: Path, number: int, digest: str, dtype: str, documents: Iterable[Encoded], tally: EncodeStats
+    folder: Path, number: int, digest: str, dtype: str, documents: Iterable[Encoded], stats: EncodeStats
 ) -> None:
-    """Tokens first, the record last. `tally` is complete once the documents have been read."""
+    """Write a shard: first its token ids, then the .json that marks it as finished.
+
+    Args:
+        folder: Where to write.
+        number: Number of the shard.
+        digest: Hash of everything the shards depend on.
+        dtype: NumPy dtype of token ids.
+        documents: The documents of the shard.
+        stats: Statistics that reading `documents` updates.
+    """
     parts: list[np.ndarray] = []
     ends: list[int] = []
     spans: list[list[int]] = []
@@ -105,8 +125,8 @@ def write_shard(
         num_tokens += len(document.ids)
         if document.ends_document:
             ends.append(num_tokens)
-    if tally.max_id > np.iinfo(dtype).max:
-        raise ValueError(f"the tokenizer gives the id {tally.max_id}, more than it has in its vocabulary")
+    if stats.max_id > np.iinfo(dtype).max:
+        raise ValueError(f"the tokenizer gives the id {stats.max_id}, which is outside its own vocabulary")
     ids = np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
     record = {
         "digest": digest,
@@ -115,13 +135,13 @@ def write_shard(
         "sha256": write_array(folder / tokens_name(number), ids),
         "ends": ends,
         "spans": spans if has_spans else None,
-        "tally": tally.as_dict(),
+        "tally": stats.as_dict(),
     }
     write_json(record_path(folder, number), record)
 
 
 def is_finished(folder: Path, number: int, digest: str) -> bool:
-    """Whether a shard is there, of this plan, and whole."""
+    """Return whether a shard exists, belongs to this plan and is undamaged."""
     try:
         record = json.loads(record_path(folder, number).read_text())
         found = file_sha256(folder / tokens_name(number))
@@ -130,8 +150,8 @@ def is_finished(folder: Path, number: int, digest: str) -> bool:
     return is_intact(record) and record.get("digest") == digest and record.get("sha256") == found
 
 
-def is_whole(folder: Path, manifest: dict[str, Any], dtype: str) -> bool:
-    """Return whether the files of a complete folder are those that were written."""
+def is_undamaged(folder: Path, manifest: dict[str, Any], dtype: str) -> bool:
+    """Return whether all files of a complete folder match its manifest."""
     try:
         read_index(folder, manifest)
         check_shards(folder, manifest, dtype)
@@ -141,6 +161,7 @@ def is_whole(folder: Path, manifest: dict[str, Any], dtype: str) -> bool:
 
 
 def begin(folder: Path, plan: dict[str, Any], num_shards: int) -> None:
+    """Write the manifest of an unfinished folder."""
     write_json(
         folder / MANIFEST,
         {"format": FORMAT, "version": VERSION, "complete": False, "num_shards": num_shards, "plan": plan},
@@ -148,8 +169,8 @@ def begin(folder: Path, plan: dict[str, Any], num_shards: int) -> None:
 
 
 def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> dict[str, Any]:
-    """Joins what the shards know of their documents, and declares the folder complete."""
-    num_tokens, tally = 0, EncodeStats()
+    """Join the shards' document ends and spans, and write the manifest of the complete folder."""
+    num_tokens, stats = 0, EncodeStats()
     kept: list[dict[str, Any]] = []
     ends: list[np.ndarray] = []
     learnt: list[np.ndarray] = []
@@ -159,9 +180,9 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
         if record["spans"] is not None:
             learnt.append(np.asarray(record["spans"], dtype=np.int64).reshape(-1, 2) + num_tokens)
         num_tokens += record["num_tokens"]
-        tally.add(EncodeStats(**record["tally"]))
+        stats.add(EncodeStats(**record["tally"]))
         kept.append({key: record[key] for key in ("name", "num_tokens", "sha256")})
-    tally.require_documents(source)
+    stats.require_documents(source)
     sums = {DOCUMENTS: write_array(folder / DOCUMENTS, np.concatenate(ends))}
     if learnt:
         sums[LEARNT] = write_array(folder / LEARNT, np.concatenate(learnt))
@@ -172,7 +193,7 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
         "num_shards": num_shards,
         "num_tokens": num_tokens,
         "plan": plan,
-        "tally": tally.as_dict(),
+        "tally": stats.as_dict(),
         "bytes": {name: (folder / name).stat().st_size for name in [*(shard["name"] for shard in kept), *sums]},
         "shards": kept,
         SUMS: sums,
@@ -182,42 +203,43 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
 
 
 def remove(folder: Path, *patterns: str) -> None:
+    """Delete the files of a folder that match one of the patterns."""
     for pattern in patterns:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """With a checksum of its own."""
+    """Write a JSON file that includes its own checksum."""
     _write(path, lambda file: file.write(SIGNED.dumps(value).encode()))
 
 
 def write_array(path: Path, values: np.ndarray) -> str:
-    """Returns the checksum of the file."""
+    """Write a .npy file and return its checksum."""
     return _write(path, lambda file: np.save(file, values))
 
 
-class _Summed:
-    """A file whose checksum is taken as it is written."""
+class _HashingFile:
+    """A file that is hashed as it is written."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self.sum = hashlib.sha256()
+        self.hash = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self.sum.update(data)
+        self.hash.update(data)
         return self._file.write(data)
 
 
 def _write(path: Path, write: Any) -> str:
-    """Return the checksum of a file that is written whole or not at all."""
+    """Write a file, complete or not at all, and return its checksum."""
     try:
         with files.atomic_file(path) as file:
-            summed = _Summed(file)
-            write(summed)
+            hashing = _HashingFile(file)
+            write(hashing)
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be written: {error.strerror or error}; finished shards are kept: mend that, and run the "
-            "same command again"
+            f"{path} cannot be written: {error.strerror or error}. Finished shards are kept: fix this and run the same "
+            "command again"
         ) from error
-    return summed.sum.hexdigest()
+    return hashing.hash.hexdigest()

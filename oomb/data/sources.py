@@ -1,4 +1,4 @@
-"""What `--dataset` names, as records that are read by number: text files, a repository, JSON lines, tables."""
+"""Read records by index from text files, a repository, JSON lines or a table."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from oomb.data.discover import (
 
 JOINS = ("documents", "repository")
 SPLIT = "train"
-"""The split that is read of a `datasets` directory with several."""
+"""Split to read from a `datasets` folder with several."""
 
-SHOW = '{"text": "…"}, {"messages": […]} or {"prompt": "…", "completion": "…"}'
+EXPECTED = '{"text": "…"}, {"messages": […]} or {"prompt": "…", "completion": "…"}'
 
 _SCAN_BYTES = 1 << 24
 
@@ -40,17 +40,17 @@ class Record:
     """A document, or with `join="repository"` a part of one."""
 
     where: str
-    """What messages call it: file, or file:line."""
+    """Name in messages: file, or file:line."""
     fields: dict[str, Any] | None
-    """None where a file of a folder holds no text."""
+    """None for a file that is not text."""
     starts_document: bool = True
     ends_document: bool = True
     left_out: str = ""
-    """Where it holds no text: its name in the folder, and why."""
+    """For a file that is not text: its name in the folder, and the reason."""
 
 
 class Source(ABC):
-    """Records by number. Whoever reads them goes by `order`."""
+    """Records, read by index in the order of `order`."""
 
     name: str
     notes: tuple[str, ...] = ()
@@ -59,23 +59,24 @@ class Source(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, index: int) -> Record: ...
+    def read(self, index: int) -> Record:
+        """Return one record."""
 
     @abstractmethod
     def sizes(self) -> np.ndarray:
-        """Bytes of each record, at least about."""
+        """Return the bytes of each record, at least roughly."""
 
     @abstractmethod
     def files(self) -> list[Path]:
-        """What it is read from."""
+        """Return the files that are read."""
 
     def order(self, seed: int) -> np.ndarray:
-        """Files of records are often sorted, and their beginning would be no fair sample."""
+        """Return a shuffled order: files of records are often sorted, so their beginning is no fair sample."""
         return shuffled(len(self), seed)
 
 
 class TextFiles(Source):
-    """Each file a document."""
+    """Text files, each a document."""
 
     def __init__(self, paths: list[Path], root: Path, *, any_encoding: bool = False) -> None:
         self.paths, self.root, self.name = paths, root, str(root)
@@ -91,7 +92,7 @@ class TextFiles(Source):
         return self.paths
 
     def order(self, seed: int) -> np.ndarray:
-        """As found: that order looks random already."""
+        """Return the order in which files were found, which looks random already."""
         return np.arange(len(self))
 
     def read(self, index: int) -> Record:
@@ -106,7 +107,7 @@ class TextFiles(Source):
 
 
 class Repository(TextFiles):
-    """Files in the order of their paths, each after a line that names it, as one document."""
+    """All files as one document, in the order of their paths, each after a line with its name."""
 
     def __init__(self, paths: list[Path], root: Path, *, any_encoding: bool = False) -> None:
         base = root if root.is_dir() else root.parent
@@ -125,22 +126,22 @@ class Repository(TextFiles):
 
 
 class JsonRecords(Source):
-    """The lines of a JSON Lines file, found by where they begin. Blank lines are passed over."""
+    """The lines of a JSON Lines file, without blank ones."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
         self._read_from = path
         self._removal: Any = None
         if path.suffix == ".gz":
-            # Lines of a compressed file cannot be found by number.
+            # A compressed file cannot be read from the middle.
             self._read_from = _unpack(path)
             self._removal = weakref.finalize(self, self._read_from.unlink, missing_ok=True)
         self._spans, self._numbers = _find_lines(self._read_from, self.path)
         if len(self._spans) == 0:
-            raise ValueError(f"{path} holds no lines; one document a line is expected: {SHOW}")
+            raise ValueError(f"{path} has no lines; expected one document per line: {EXPECTED}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Other processes read the unpacked file too, and leave its removal to this one."""
+        """Leave out the removal of the unpacked file: worker processes read it, and only this process deletes it."""
         return {**self.__dict__, "_removal": None}
 
     def __len__(self) -> int:
@@ -153,9 +154,9 @@ class JsonRecords(Source):
         return [self.path]
 
     def read(self, index: int) -> Record:
-        start, stop = (int(place) for place in self._spans[index])
+        start, stop = map(int, self._spans[index])
         where = f"{self.path}:{self._numbers[index]}"
-        with _opened(self._read_from, self.path) as file:
+        with _open(self._read_from, self.path) as file:
             file.seek(start)
             line = file.read(stop - start)
         try:
@@ -163,10 +164,12 @@ class JsonRecords(Source):
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not UTF-8 (byte {error.start} of the line)") from error
         except (json.JSONDecodeError, RecursionError) as error:
-            what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
-            raise ValueError(f"{where}: not JSON ({what}); expected {SHOW}") from error
+            what = (
+                f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            )
+            raise ValueError(f"{where}: not JSON ({what}); expected {EXPECTED}") from error
         if not isinstance(fields, dict):
-            raise ValueError(f"{where}: expected {SHOW}, found a {type(fields).__name__}")
+            raise ValueError(f"{where}: expected {EXPECTED}, found a {type(fields).__name__}")
         return Record(where, fields)
 
 
@@ -177,7 +180,7 @@ class Table(Source):
         self.name, self.notes = str(path), notes
         self._rows, self._files = rows, files
         if len(rows) == 0:
-            raise ValueError(f"{path} holds no rows")
+            raise ValueError(f"{path} has no rows")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -189,13 +192,13 @@ class Table(Source):
         return self._files
 
     def read(self, index: int) -> Record:
-        # A column that some rows lack is None there.
+        # A row without a column has None there.
         fields = {name: value for name, value in self._rows[int(index)].items() if value is not None}
         return Record(f"{self.name}, row {index}", fields)
 
 
 class ConcatSource(Source):
-    """Files of records, as one."""
+    """Several sources, one after the other."""
 
     def __init__(self, sources: Sequence[Source], root: Path) -> None:
         self.name = str(root)
@@ -217,14 +220,14 @@ class ConcatSource(Source):
 
 
 def open_source(dataset: str, join: str = "documents") -> Source:
-    """Finds out what `dataset` is. Raises where there is nothing to read."""
+    """Return the source for what `dataset` names. Raise ValueError if there is nothing to read."""
     if join not in JOINS:
-        raise ValueError(f"join is {join!r}; it is one of {', '.join(JOINS)}")
+        raise ValueError(f"join is {join!r}; it must be one of {', '.join(JOINS)}")
     paths, root = find_documents(dataset)
     is_table = dataset != STDLIB and root.is_dir() and _is_saved_table(root)
     if join == "repository":
         if is_table or all(path.name.endswith(RECORD_SUFFIXES) for path in paths):
-            raise ValueError(f"join is 'repository' and {root} holds records, not files of text; leave join out")
+            raise ValueError(f"join is 'repository', but {root} has records, not text files: leave join out")
         return Repository(paths, root, any_encoding=dataset == STDLIB)
     if is_table:
         return _saved_table(root)
@@ -236,21 +239,23 @@ def open_source(dataset: str, join: str = "documents") -> Source:
             source.notes += notes
             return source
         reject_json(paths)
-    # Old modules of the standard library are in Latin-1 here and there.
+    # A few old modules of the standard library are in Latin-1.
     source = TextFiles(paths, root, any_encoding=dataset == STDLIB)
     if len(paths) == 1 and root.suffix in LIKE_RECORDS:
-        source.notes = (f"{root} is read as plain text; records are lines of JSON in a .jsonl file",)
+        source.notes = (f"{root} is read as plain text; for records, give lines of JSON in a .jsonl file",)
     return source
 
 
 SEED = 42
-"""Of the order of records, unless another is named: one for all commands, so that `oomb eval` reads what `oomb train`
-has held out, and `oomb tokenize` writes what it would have read."""
+"""Default seed of the order of records, shared by all commands: `oomb eval` reads what `oomb train` holds out, and
+`oomb tokenize` writes what it would read."""
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The numbers below `count` in an order that is the same for ever: a folder that another release of NumPy began to
-    tokenise is finished by this one. They are sorted by their hash (the finalizer of splitmix64)."""
+    """Return a permutation of `range(count)` that no release of NumPy can change, so old folders can be finished.
+
+    Indices are sorted by a hash, the finalizer of splitmix64.
+    """
     keys = np.arange(count, dtype=np.uint64) + np.uint64(((seed + 1) * 0x9E3779B97F4A7C15) % (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
@@ -264,11 +269,11 @@ def _read_bytes(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _opened(path: Path, called: Path) -> Any:
+def _open(path: Path, name: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise ValueError(f"{called} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def _why_not_text(raw: bytes) -> str | None:
@@ -281,15 +286,15 @@ def _why_not_text(raw: bytes) -> str | None:
     return None
 
 
-def _find_lines(path: Path, called: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Where the lines begin and end [N, 2], and their numbers."""
+def _find_lines(path: Path, name: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the lines that are not blank begin and end [N, 2], and their line numbers."""
     breaks: list[np.ndarray] = []
-    place = 0
-    with _opened(path, called) as file:
+    offset = 0
+    with _open(path, name) as file:
         while piece := file.read(_SCAN_BYTES):
-            breaks.append(np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == ord("\n")) + place)
-            place += len(piece)
-        stops = np.concatenate([*breaks, [place]]).astype(np.int64)
+            breaks.append(np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == ord("\n")) + offset)
+            offset += len(piece)
+        stops = np.concatenate([*breaks, [offset]]).astype(np.int64)
         starts = np.concatenate([[0], stops[:-1] + 1])
         is_blank = stops <= starts
         for index in np.flatnonzero(stops - starts == 1):  # a carriage return
@@ -311,13 +316,13 @@ def _unpack(path: Path) -> Path:
 
 def _unpacking_failed(path: Path, error: BaseException) -> BaseException:
     if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
-        return ValueError(f"{path} is not a whole gzip file: {error}")
+        return ValueError(f"{path} is not a complete gzip file: {error}")
     if isinstance(error, PermissionError):
         return ValueError(f"{path} cannot be read: {error.strerror}")
     if isinstance(error, OSError):
         return ValueError(
             f"{path} cannot be unpacked into {tempfile.gettempdir()}: {error.strerror or error}; "
-            "set TMPDIR to a folder with more room"
+            "set TMPDIR to a folder with more space"
         )
     return error
 
@@ -348,16 +353,16 @@ def _saved_table(folder: Path) -> Source:
     if not isinstance(saved, datasets.DatasetDict):
         return Table(saved, folder, files)
     if SPLIT not in saved:
-        raise ValueError(f"{folder} has the splits {', '.join(saved)} and no {SPLIT!r}: name the folder of one of them")
+        raise ValueError(f"{folder} has the splits {', '.join(saved)} but no {SPLIT!r}: name the folder of one of them")
     others = [name for name in saved if name != SPLIT]
-    return Table(saved[SPLIT], folder / SPLIT, files, (f"splits left unread: {', '.join(others)}",) if others else ())
+    return Table(saved[SPLIT], folder / SPLIT, files, (f"splits not read: {', '.join(others)}",) if others else ())
 
 
 def _datasets(path: Path) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{path} is read by the datasets package: pip install datasets") from error
+        raise ValueError(f"reading {path} needs the datasets package: pip install datasets") from error
     datasets.disable_progress_bars()
     return datasets
 

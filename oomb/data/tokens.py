@@ -1,4 +1,4 @@
-"""A token sequence, in memory or on disk, and examples as slices of it."""
+"""Hold a token sequence, in memory or on disk, and cut examples from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from oomb.ops.logprob import IGNORE_INDEX
 
 
 class MappedArray:
-    """A .npy file, of which only what is asked for is read. It is opened anew each time: a thousand shards would be
-    more open files than a process may have, and next to an example's tokens that costs nothing."""
+    """A .npy file that is read slice by slice.
+
+    The file is opened for every read: a thousand shards would exceed a process's limit of open files.
+    """
 
     def __init__(self, path: Path, length: int) -> None:
         self._path, self._length = path, length
@@ -30,21 +32,29 @@ class MappedArray:
 
 @dataclass(frozen=True)
 class Origins:
-    """The records of a source that tokens came from, in order. They are read again only to be named."""
+    """The records of a source that tokens came from, in order, for messages."""
 
     source: Any
     records: np.ndarray
+    """Index of each record in the source."""
     ends: np.ndarray
     """Where each record's tokens end in the sequence."""
 
     def names(self, start: int, stop: int) -> list[str]:
-        """Return the first and the last record between two tokens, as messages call them."""
+        """Return the names of the first and the last record between two tokens."""
         first, last = np.searchsorted(self.ends, [start, stop - 1], side="right")
         return [self.source.read(int(self.records[at])).where for at in sorted({int(first), int(last)})]
 
 
 class Tokens:
-    """One sequence in several arrays; where its documents end; what is learnt of it."""
+    """One token sequence, its document ends, and its spans with a loss.
+
+    Args:
+        parts: Arrays that make up the sequence.
+        ends: Where each document ends.
+        spans: [R, 2], sorted: the spans that have a loss. None: every token has one.
+        origins: The records that the tokens came from, if they are known.
+    """
 
     def __init__(
         self, parts: Sequence[Any], ends: np.ndarray, spans: np.ndarray | None = None, origins: Origins | None = None
@@ -54,12 +64,12 @@ class Tokens:
         self._part_ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         self.ends = ends
         self.loss_spans = spans
-        """[R, 2], in order; None: all is learnt."""
 
     def __len__(self) -> int:
         return int(self._part_ends[-1]) if len(self._part_ends) else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the token ids from `start` to `stop` as int64."""
         found = []
         which = int(np.searchsorted(self._part_ends, start, side="right"))
         while start < stop:
@@ -70,14 +80,14 @@ class Tokens:
         return np.concatenate(found).astype(np.int64)
 
     def where(self, start: int, stop: int) -> str:
-        """Return the documents between two tokens, for a message: files or lines, or numbers of documents."""
+        """Return the documents between two tokens, for a message: files and lines, or else document numbers."""
         if self._origins is not None:
             return " to ".join(self._origins.names(start, stop))
         first, last = np.searchsorted(self.ends, [start, stop - 1], side="right") + 1
         return f"document {first:,}" if first == last else f"documents {first:,} to {last:,}"
 
     def labels(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Those of `ids`, which begin at `start`."""
+        """Return the labels of `ids`, which begin at token `start` of the sequence."""
         if self.loss_spans is None:
             return ids.copy()
         labels = np.full_like(ids, IGNORE_INDEX)
@@ -88,24 +98,27 @@ class Tokens:
             labels[place] = ids[place]
         return labels
 
-    def windows(self, max_length: int) -> np.ndarray:
-        """[N, 2]: cuts of the whole sequence, all of one length; what is left at the end is too short."""
+    def blocks(self, max_length: int) -> np.ndarray:
+        """Return the bounds [N, 2] of consecutive examples of `max_length` tokens, dropping the rest at the end."""
         starts = np.arange(len(self) // max_length, dtype=np.int64) * max_length
-        return self._trained(np.stack([starts, starts + max_length], axis=1))
+        return self._with_targets(np.stack([starts, starts + max_length], axis=1))
 
     def pieces(self, max_length: int) -> np.ndarray:
-        """[N, 2]: documents, the longer ones in pieces (see `pieces`)."""
-        return self._trained(pieces(self.ends, max_length))
+        """Return the bounds [N, 2] of documents, long ones cut into pieces (see `pieces`)."""
+        return self._with_targets(pieces(self.ends, max_length))
 
-    def _trained(self, bounds_N2: np.ndarray) -> np.ndarray:
+    def _with_targets(self, bounds_N2: np.ndarray) -> np.ndarray:
         return bounds_N2 if self.loss_spans is None else bounds_N2[has_targets(bounds_N2, self.loss_spans)]
 
 
 def pieces(ends: np.ndarray, max_length: int) -> np.ndarray:
-    """[N, 2] of documents that end at `ends`, none longer than `max_length`.
+    """Return the bounds [N, 2] of the documents that end at `ends`, in pieces of at most `max_length` tokens.
 
-    Neighbours share one token. The first token of an example is not predicted, so every token but the first of a
-    document is predicted once: with `max_length` 4, a document of 8 tokens is 0..4, 3..7, 6..8.
+    Neighboring pieces share one token. The first token of an example is not predicted, so every token of a document
+    but its first is predicted exactly once.
+
+    >>> pieces(np.array([8]), max_length=4).tolist()
+    [[0, 4], [3, 7], [6, 8]]
     """
     begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     stride = max_length - 1
@@ -117,7 +130,7 @@ def pieces(ends: np.ndarray, max_length: int) -> np.ndarray:
 
 
 def has_targets(bounds_N2: np.ndarray, spans_R2: np.ndarray) -> np.ndarray:
-    """Whether an example has a token to predict. Its loss would be 0 / 0 if it had none."""
+    """Return for each example whether it has a token to predict. Without one, its loss would be 0 / 0."""
     targets = bounds_N2[:, 0] + 1
     first = np.searchsorted(spans_R2[:, 1], targets, side="right")
     begins = np.append(spans_R2[:, 0], np.iinfo(np.int64).max)
@@ -125,7 +138,7 @@ def has_targets(bounds_N2: np.ndarray, spans_R2: np.ndarray) -> np.ndarray:
 
 
 class Examples(Dataset):
-    """Examples by number: `input_ids` and `labels`, always the same ones for the same number."""
+    """Map-style dataset of `input_ids` and `labels`; an index always gives the same example."""
 
     def __init__(self, tokens: Tokens, bounds_N2: np.ndarray) -> None:
         self._tokens = tokens
@@ -147,29 +160,30 @@ class Examples(Dataset):
         return f"{self._tokens.where(start, stop)}, tokens {start:,} to {stop:,} of the data"
 
     def first(self, number: int) -> Examples:
-        """So many of them, or all if there are fewer."""
+        """Return the first `number` examples, or all if there are fewer."""
         return Examples(self._tokens, self._bounds_N2[:number])
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each example."""
+        """Number of tokens of each example."""
         return (self._bounds_N2[:, 1] - self._bounds_N2[:, 0]).tolist()
 
 
 @dataclass(frozen=True)
 class Split:
-    """What `open_dataset` returns. `held_out` is None where there is a single example."""
+    """A dataset as `open_dataset` returns it."""
 
     train: Examples
     held_out: Examples | None
+    """None if nothing is held out."""
     num_tokens: int
     num_documents: int
     skipped: tuple[Path, ...]
-    """Files of a folder left out because they hold no text."""
+    """Files of a folder that were skipped because they are not text."""
     packing: str = "windows"
     num_examples: int = 0
-    """To train on in what was read, of which `train` may be the first few."""
+    """Training examples found in what was read; `train` may be the first few of them."""
     is_all_read: bool = True
-    """Whether that is all of the dataset, and not just as much as was asked for."""
+    """Whether the whole dataset was read, rather than only as much as was requested."""
     notes: tuple[str, ...] = ()
     """Remarks for the user."""

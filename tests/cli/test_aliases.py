@@ -77,7 +77,7 @@ def test_two_names_with_two_values_are_refused(here: Path, alias: str, name: str
 
 @pytest.mark.parametrize("command", [["eval", "demo"], ["tokenize", "--output", "tokens"]])
 def test_other_commands_take_the_name_of_the_dataset(here: Path, command: list[str]) -> None:
-    assert "the dataset 'nowhere.txt' is not there" in refused(*command, "--dataset_name", "nowhere.txt")
+    assert "the dataset 'nowhere.txt' does not exist" in refused(*command, "--dataset_name", "nowhere.txt")
     assert TWO_VALUES in refused(*command, "--dataset_name", "nowhere.txt", "--dataset", "stdlib")
 
 

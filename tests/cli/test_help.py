@@ -238,7 +238,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
         (["--model_name_or_path", "qwen2.5-7"], "did you mean 'qwen2.5-7b'?"),
         (["--model_name_or_path", "./nowhere"], "is not a preset, a folder here or a hub id"),
         (["--model_name_or_path", "no-such/model"], "the hub id 'no-such/model' could not be loaded"),
-        (["--dataset", "nowhere.txt"], "the dataset 'nowhere.txt' is not there"),
+        (["--dataset", "nowhere.txt"], "the dataset 'nowhere.txt' does not exist"),
         (["--max_length", "12Q"], "write 4096, 32K or 1M"),
         (["--max_length", "1"], "--max_length is 1"),
         (["--max_steps", "0"], "--max_steps is 0"),
@@ -328,7 +328,7 @@ def test_train_refuses_text_that_is_too_short(here: Path) -> None:
     (here / "short.txt").write_text("hello")
     result = invoke("train", *TOY, "--dataset", "short.txt")
     assert result.exit_code == 2
-    assert "short.txt has 6 tokens (bytes) and one window needs 256" in result.output
+    assert "short.txt has 6 tokens (bytes), but one example needs 256" in result.output
 
 
 def test_bench_prints_a_table_and_writes_json(here: Path) -> None:

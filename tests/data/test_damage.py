@@ -78,7 +78,7 @@ def refused(folder: Path, name: str, reason: str, **options: Any) -> None:
 def test_a_flipped_bit_is_found_and_the_command_repairs_it(folder: Path, name: str) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     flip(folder / name, -8)
-    refused(folder, name, "its sha256 is [0-9a-f]{12}…, and manifest.json says [0-9a-f]{12}…")
+    refused(folder, name, "its sha256 is [0-9a-f]{12}…, but manifest.json says [0-9a-f]{12}…")
     tokenize(job_of(folder))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert len(opened(folder).train) > 0
@@ -93,15 +93,15 @@ def test_a_zeroed_page_is_found(folder: Path) -> None:
 
 def test_another_dtype_of_the_same_size_is_found(folder: Path) -> None:
     replace_array(folder / SHARD, np.load(folder / SHARD).view("<f2"))
-    refused(folder, SHARD, "its numbers are of the type float16, and must be uint16")
+    refused(folder, SHARD, "its dtype is float16, but must be uint16")
 
 
 def test_negative_ids_are_found(folder: Path) -> None:
     replace_array(folder / SHARD, -np.load(folder / SHARD).astype("<i2"))
-    refused(folder, SHARD, "its numbers are of the type int16, and must be uint16")
+    refused(folder, SHARD, "its dtype is int16, but must be uint16")
     # Also where the checksum is that of the file.
     allow(folder, SHARD)
-    refused(folder, SHARD, "its numbers are of the type int16, and must be uint16")
+    refused(folder, SHARD, "its dtype is int16, but must be uint16")
 
 
 def test_ids_beyond_the_largest_are_found(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_ids_beyond_the_largest_are_found(folder: Path) -> None:
     ids[5] = 300
     replace_array(folder / SHARD, ids)
     allow(folder, SHARD)
-    refused(folder, SHARD, "it has the token id 300, and manifest.json says that 256 is the largest")
+    refused(folder, SHARD, "it has the token id 300, but manifest.json says that 256 is the largest")
 
 
 def test_a_short_shard_is_found(folder: Path) -> None:
@@ -119,12 +119,12 @@ def test_a_short_shard_is_found(folder: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content.replace(b"(%d,)" % num_tokens, b"(%d,)" % (num_tokens - 9)))
     assert len(np.load(path)) == num_tokens - 9
-    refused(folder, SHARD, rf"its shape is \[{num_tokens - 9}\], and must be \[{num_tokens}\]")
+    refused(folder, SHARD, rf"its shape is \[{num_tokens - 9}\], but must be \[{num_tokens}\]")
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [(shards.DOCUMENTS, "[0-9,]+ comes after [0-9,]+"), (shards.LEARNT, "[0-9,]+ comes after [0-9,]+")],
+    [(shards.DOCUMENTS, "[0-9,]+ follows [0-9,]+"), (shards.LEARNT, "[0-9,]+ follows [0-9,]+")],
 )
 def test_places_out_of_order_are_found(folder: Path, name: str, reason: str) -> None:
     """Where no checksum tells, as in folders of earlier releases."""
@@ -142,7 +142,7 @@ def test_places_beyond_the_tokens_are_found(folder: Path, name: str) -> None:
     replace_array(folder / name, places)
     rewrite_manifest(folder, lambda manifest: None)
     num_tokens = int(places.ravel()[-1])
-    refused(folder, name, f"the last (document|span) ends at {num_tokens:,}, and there are", packing="windows")
+    refused(folder, name, f"the last (document|span) ends at {num_tokens:,}, but there are", packing="windows")
 
 
 @pytest.mark.parametrize("name", ["../{}", "/tmp/{}", "{}/../../{}"])
@@ -157,7 +157,9 @@ def test_a_manifest_cannot_name_files_elsewhere(folder: Path, name: str) -> None
         manifest["bytes"][name] = manifest["bytes"].pop(SHARD)
 
     rewrite_manifest(folder, rename)
-    refused(folder, shards.MANIFEST, f"it names the file '{re.escape(name)}', and only files in its own folder")
+    refused(
+        folder, shards.MANIFEST, f"it names the file '{re.escape(name)}', but may only name files in its own folder"
+    )
 
 
 WITHOUT: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -278,4 +280,4 @@ def test_train_and_eval_refuse_a_flipped_bit(folder: Path, monkeypatch: pytest.M
         assert "tokens-00001.npy is damaged: its sha256 is" in done.output
         done = invoke(*command, "--skip_dataset_check")
         assert done.exit_code == 0, done.output
-        assert "the token ids of tokens are not checked: damage to its files would be trained on" in done.output
+        assert "the token ids of tokens are not checked: damaged files would be trained on" in done.output

@@ -111,7 +111,7 @@ def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(tmp_path: Pat
     assert split.num_documents == 2
     assert split.notes == (
         f"1 empty document skipped, the first {tmp_path / 'empty.txt'}",
-        "2 files without text left out: image.bin (binary), latin.txt (not UTF-8, byte 0)",
+        "2 files skipped, not text: image.bin (binary), latin.txt (not UTF-8, byte 0)",
     )
     text = tokens_of(split.train)
     assert sorted(text) == sorted([*b"aaaabbbb", SEPARATOR_ID, SEPARATOR_ID])
@@ -154,8 +154,8 @@ def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("short.txt", b"abc", r"short\.txt has 4 tokens \(bytes\) and one window needs 1024: give more text"),
-        ("shorter.txt", b"abc" * 200, r"one window needs 1024: set --max_length to 601 or less"),
+        ("short.txt", b"abc", r"short\.txt has 4 tokens \(bytes\), but one example needs 1024: give more text"),
+        ("shorter.txt", b"abc" * 200, r"one example needs 1024: set --max_length to 601 or less"),
         ("empty.txt", b"", r"empty\.txt has nothing to train on: 1 empty document skipped"),
         ("binary.dat", b"a\x00b" * 30, r"binary\.dat is binary; give a UTF-8 text file"),
         ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8, byte 3; give"),
@@ -169,12 +169,12 @@ def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, content: by
 
 
 def test_other_bad_datasets(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not there\. Name a text file"):
+    with pytest.raises(ValueError, match=r"does not exist\. Name a text file"):
         load(str(tmp_path / "nothing"), max_length=16)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"is not there; did you mean '.*/empty'"):
+    with pytest.raises(ValueError, match=r"does not exist; did you mean '.*/empty'"):
         load(str(tmp_path / "emtpy"), max_length=16)
-    with pytest.raises(ValueError, match="holds no files"):
+    with pytest.raises(ValueError, match="has no files"):
         load(str(tmp_path / "empty"), max_length=16)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="at least 2 tokens"):
@@ -193,7 +193,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_windows_refuse_an_index_beyond_the_end() -> None:
     tokens = Tokens([np.arange(20, dtype=np.int32)], np.array([20]))
-    windows = Examples(tokens, tokens.windows(10))
+    windows = Examples(tokens, tokens.blocks(10))
     assert len(windows) == 2
     assert windows[-1]["input_ids"].tolist() == list(range(10, 20))
     with pytest.raises(IndexError):

@@ -48,7 +48,7 @@ def test_a_folder_of_lines_is_read_as_one(tmp_path: Path) -> None:
     write_lines(tmp_path / "2.jsonl.gz", {"text": "three"})
     split = opened(tmp_path, packing="documents")
     assert sorted(texts(split)) == ["one", "three", "two"]
-    assert split.notes == ("1.jsonl, 2.jsonl.gz are read as one dataset; name a file to leave the others out",)
+    assert split.notes == ("1.jsonl, 2.jsonl.gz are read as one dataset; name a file to read only that one",)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_folder_of_lines_is_read_as_one(tmp_path: Path) -> None:
         ("{}", r"a\.jsonl:3: expected .*found no key"),
         ('{"text": 5}', r'a\.jsonl:3: "text" must be a string, found a int'),
         ('{"text": null}', r'a\.jsonl:3: "text" must be a string, found a NoneType'),
-        ('{"text": "a\\ud800"}', r"a\.jsonl:3: half a surrogate pair at character 1"),
+        ('{"text": "a\\ud800"}', r"a\.jsonl:3: .*half a surrogate pair at character 1"),
         ('{"messages": []}', r'a\.jsonl:3: expected "text" as in the first document, found "messages"'),
     ],
 )
@@ -81,10 +81,10 @@ def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:
     assert opened(path, max_length=8).num_documents == 1
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is not a whole gzip file"):
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is not a complete gzip file"):
         opened(packed)
     (tmp_path / "c.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"c\.jsonl holds no lines"):
+    with pytest.raises(ValueError, match=r"c\.jsonl has no lines"):
         opened(tmp_path / "c.jsonl")
 
 
@@ -129,7 +129,7 @@ def test_an_unpacked_file_goes_with_its_source(tmp_path: Path, monkeypatch: pyte
     assert source.read(0).fields == {"text": "a word"}
     del source
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="not a whole gzip file"):
+    with pytest.raises(ValueError, match="not a complete gzip file"):
         open_source(str(path))
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -159,11 +159,11 @@ def test_a_repository_is_one_document(tmp_path: Path) -> None:
     assert [i for i in ids if i in tokenizer.all_special_ids] == [ids[0], ids[-1]]
     assert tokenizer.decode(ids[1:-1]) == texts(split)[0]
     lines = write_lines(tmp_path / "a.jsonl", {"text": "a"})
-    with pytest.raises(ValueError, match=r"join is 'repository' and .* holds records"):
+    with pytest.raises(ValueError, match=r"join is 'repository', but .* has records"):
         opened(lines, join="repository")
-    with pytest.raises(ValueError, match="join is 'repo'; it is one of documents, repository"):
+    with pytest.raises(ValueError, match="join is 'repo'; it must be one of documents, repository"):
         opened(lines, join="repo")
-    with pytest.raises(ValueError, match="packing is 'x'; it is one of auto, windows, documents"):
+    with pytest.raises(ValueError, match="packing is 'x'; it must be one of auto, windows, documents"):
         opened(lines, packing="x")
 
 
@@ -204,7 +204,7 @@ def test_windows_of_conversations_without_a_loss_are_left_out(tmp_path: Path) ->
     split = opened(path, packing="windows", max_length=10)
     # 121 tokens are 12 windows, of which those from 100 on are learnt.
     assert [ids[0] for ids, _ in examples(split.train)] == [ord("c")] * 2
-    assert split.notes == ("10 windows without a word to learn left out",)
+    assert split.notes == ("10 examples without a token to predict left out",)
     # The pieces 9 apart: the one at 99 is the first with a token of the completion.
     assert len(opened(path, max_length=10).train) == 3
 
@@ -227,16 +227,16 @@ def test_examples_are_the_same_in_another_process(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": "some words"})
-    with pytest.raises(ValueError, match=r"vocabulary of 300 and the tokenizer has 400 ids; name the tokenizer that"):
+    with pytest.raises(ValueError, match=r"vocabulary of 300 and the tokenizer has 400 ids; .*--tokenizer_name"):
         opened(path, tokenizer=small_tokenizer(), vocab_size=300)
-    with pytest.raises(ValueError, match=r"vocabulary of 256 and bytes take 258 ids"):
+    with pytest.raises(ValueError, match=r"vocabulary of 256 and bytes need 258 ids"):
         opened(path, vocab_size=256)
     tokenizer = small_tokenizer()
     tokenizer.add_tokens(["<more>"])
     # A padding token that the model does not know is no harm until it is used.
     assert opened(path, tokenizer=tokenizer, vocab_size=400, max_length=2).num_documents == 1
     write_lines(path, {"text": "some <more> words"})
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the tokenizer gives the id 400 and .* a vocabulary of 400"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the tokenizer gives the id 400, but .* a vocabulary of 400"):
         opened(path, tokenizer=tokenizer, vocab_size=400)
 
 
@@ -260,9 +260,9 @@ def test_saved_datasets_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     datasets.DatasetDict(train=table, test=table).save_to_disk(tmp_path / "splits")
     split = opened(tmp_path / "splits", tokenizer=tokenizer)
     assert sorted(examples(split.train)) == expected
-    assert split.notes == ("splits left unread: test",)
+    assert split.notes == ("splits not read: test",)
     datasets.DatasetDict(test=table).save_to_disk(tmp_path / "test_only")
-    with pytest.raises(ValueError, match=r"has the splits test and no 'train'"):
+    with pytest.raises(ValueError, match=r"has the splits test but no 'train'"):
         opened(tmp_path / "test_only", tokenizer=tokenizer)
     bad = datasets.Dataset.from_list([{"text": "a", "n": 1}, {"text": None, "n": 2}])
     bad.save_to_disk(tmp_path / "bad")
@@ -272,7 +272,7 @@ def test_saved_datasets_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"broken\.parquet cannot be read as Parquet"):
         opened(tmp_path / "broken.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"saved is read by the datasets package: pip install datasets$"):
+    with pytest.raises(ValueError, match=r"saved needs the datasets package: pip install datasets$"):
         opened(tmp_path / "saved")
 
 

@@ -22,7 +22,7 @@ from oomb.models import load, presets
 
 TEXT = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
 RUN = ["--max_steps", "1", "--sample_tokens", "0", "--no_report", "--output_dir", "out"]
-REFUSED = "--tokenizer_name other is another tokenizer than that of model, which would read its ids as other words: "
+REFUSED = "--tokenizer_name other is not the tokenizer of model, which would read its ids as other words: "
 
 
 def other_tokenizer() -> Any:
@@ -150,7 +150,8 @@ def test_tokens_that_another_tokenizer_wrote_are_refused(here: Path) -> None:
         refused = invoke(*command, *TEXT, "--dataset", "by other")
         assert refused.exit_code == 2
         assert (
-            "by other was tokenised with other, and the tokenizer here is another: tokenise it again" in refused.output
+            "by other was tokenized with other, but this run uses a different tokenizer: tokenize it again"
+            in refused.output
         )
         done = invoke(*command, *TEXT, "--dataset", "by model")
         assert done.exit_code == 0, done.output
@@ -170,4 +171,4 @@ def test_added_tokens_beyond_the_vocabulary_are_no_harm_until_a_text_has_them(he
         Path("with.txt").write_text(Path("text.txt").read_text() + "<|pad|>")
         refused = invoke(*command, *TEXT, "--dataset", "with.txt", *["--overwrite_output_dir"][: command[0] == "train"])
         assert refused.exit_code == 2
-        assert "the tokenizer gives the id 400 and the model has a vocabulary of 400" in refused.output
+        assert "the tokenizer gives the id 400, but the model has a vocabulary of 400" in refused.output

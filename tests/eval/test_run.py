@@ -390,7 +390,7 @@ def test_the_documented_example_runs(engine: Engine, text: Tensor, capsys: pytes
     ("arguments", "message"),
     [
         (["demmo"], "did you mean 'demo'"),
-        (["demo", "--dataset", "nowhere"], "the dataset 'nowhere' is not there"),
+        (["demo", "--dataset", "nowhere"], "the dataset 'nowhere' does not exist"),
         (["demo", "--needle_lengths", "4X"], "--needle_lengths '4X' is not a number of tokens"),
         (["demo", "--needle_lengths", "512"], "too short"),
         (["demo", "--max_eval_samples", "0"], "--max_eval_samples is 0; it must be 1 or more"),

@@ -156,7 +156,7 @@ def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_pat
     # A text that is shorter than the window: the exit code of `oomb train`, and its message in the log.
     done = call("--out", tmp_path, "--model", tiny, "--dataset", text, "--length", "1M", "--device", "cpu")
     assert done.exit_code == 2
-    assert "one window needs 1048576" in (tmp_path / "finetune_smollm2.log").read_text()
+    assert "one example needs 1048576" in (tmp_path / "finetune_smollm2.log").read_text()
     assert not (tmp_path / "finetune_smollm2.json").exists()
     assert call("--out", tmp_path, "--dataset", "nowhere").exit_code == 2
 
