@@ -18,8 +18,8 @@ from oomb.attention import sparse_reference
 from oomb.attention.call import AttentionSpec
 from oomb.attention.dense import pick_kernel
 from oomb.ops import page_scores
-from oomb.ops.merge import HAS_TRITON
 from oomb.ops.page_attention import Grads, Pages, launch_dkv, launch_dq, launch_forward
+from oomb.ops.triton_support import can_launch
 
 
 @runtime_checkable
@@ -95,5 +95,4 @@ def backward(
 
 
 def _runs_kernels(q: Tensor, spec: AttentionSpec) -> bool:
-    can = HAS_TRITON and q.is_cuda and q.dtype.itemsize < 8 and q.shape[-1] <= 256 and spec.softcap is None
-    return can and spec.kernels != "torch"
+    return can_launch(q) and q.shape[-1] <= 256 and spec.softcap is None and spec.kernels != "torch"

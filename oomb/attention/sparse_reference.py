@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oomb.attention import reference
 from oomb.ops.page_attention import Pages
-from oomb.ops.rounding import DROPPED_BITS, add_stochastic_reference
+from oomb.ops.rounding import add_stochastic_reference, random_bits
 
 
 def forward(
@@ -85,9 +85,7 @@ def add_grads(grads: Pages, drows_USR: Tensor, chosen_BNC: Tensor, touched_BP: T
     for page, drows in zip(used(chosen_BNC).tolist(), drows_USR, strict=True):
         at = grads.offsets_P[page] + rows
         total = grads.base[at].view(grads.page_size, grads.row_size)
-        bits = None
-        if total.dtype in DROPPED_BITS:
-            bits = torch.randint(2**31 - 1, total.shape, generator=generator, dtype=torch.int32, device=total.device)
+        bits = random_bits(total, generator)
         for b in range(B):
             parts = zip(fields(grads, total, B), fields(grads, drows, B), strict=True)
             for index, (field, share) in enumerate(parts):

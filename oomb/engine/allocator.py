@@ -14,7 +14,7 @@ from oomb.engine.grads import missing_bytes
 from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerRows, RowLayout, kv_row
-from oomb.memory.selected import SelectionSpec
+from oomb.memory.selections import SelectionSpec
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.models.causal_lm import CausalLM
@@ -152,7 +152,7 @@ class PageAllocator:
             out_tokens=placement.out_tokens,
             gpu_out_tokens=placement.gpu_out_tokens,
             needs_grad=needs_grad,
-            choosing=self._selection_spec(layers),
+            selection_spec=self._selection_spec(layers),
         )
 
     def _remaining_limits(self) -> Config:

@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.engine.optim_state import MASTER, HostState, Layout, _Opaque, block_bounds, flat, staging_buffer
+from oomb.engine.optim_state import MASTER, HostState, Layout, _Opaque, block_bounds, flat
 from oomb.memory.host import free_host_bytes
 from oomb.memory.pool import OutOfPages
+from oomb.memory.tiers import allocate
 from oomb.memory.transfer import BufferRing, CopyStreams, Event, Load, Prefetcher
-from oomb.ops.moments import MOMENTS, STATE_DTYPES, _stochastic_round, decode, encode_, field_sizes, part
+from oomb.ops.moments import MOMENTS, STATE_DTYPES, decode, encode_, field_sizes, part
+from oomb.ops.rounding import stochastic_round_next
 from oomb.utils.units import gib
 
 NUM_BUFFERS = 3
@@ -149,7 +151,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._copier is None or self._copier.device != device:
             self._copier = CopyStreams(device)
         layout = Layout([piece.host for piece in pieces])
-        self._buffer = staging_buffer(NUM_BUFFERS * layout.num_bytes, device)
+        self._buffer = allocate(
+            NUM_BUFFERS * layout.num_bytes,
+            device,
+            "the optimizer's staging buffers",
+            fix="lower gpu_memory or chunk_size of oomb.Config",
+        )
         ring, prefetcher = BufferRing(NUM_BUFFERS, self._buffer), Prefetcher(self._copier)
         allocated = self._copier.mark()
         for slot in ring.slots:
@@ -339,7 +346,7 @@ def updated(piece: StateBlock, staged: dict[str, Tensor], generator: torch.Gener
     piece.update.apply_(values, piece.grad.to(wide), *moments)
     for name, moment in zip(MOMENTS, moments, strict=True):
         encode_(staged, name, moment, generator)
-    return values if MASTER in staged or dtype == wide else _stochastic_round(values, dtype, generator)
+    return values if MASTER in staged or dtype == wide else stochastic_round_next(values, dtype, generator)
 
 
 def _opaque(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

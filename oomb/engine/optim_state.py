@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomb.memory.host import HostSlab, free_gpu_bytes, free_host_bytes
-from oomb.memory.pool import OutOfPages
+from oomb.memory.host import HostSlab
 from oomb.memory.rows import row_bytes
 from oomb.ops.moments import MOMENTS, decode, encode_, part, scale_of
-from oomb.utils.units import gib
 
 PIECE_SIZE = 2**22
 """Most numbers in a piece; a multiple of 256. 32 MiB of float32 moments take 0.7 ms on the link of an H200, and Python
@@ -117,20 +115,6 @@ class Layout:
             name: buffer[self.offsets[name] : self.offsets[name] + host.nbytes].view(host.dtype)
             for name, host in piece.items()
         }
-
-
-def staging_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    try:
-        # A tensor made in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        free = free_gpu_bytes(device)
-        raise OutOfPages(
-            f"the optimizer streams its states through {gib(num_bytes)} on {device} and "
-            f"{gib(free_host_bytes() if free is None else free)} are free: lower gpu_memory or chunk_size "
-            "of oomb.Config"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What one chunk sees of a layer's pages: the faces that attention knows."""
+"""Show one chunk the pages of one layer, through the interfaces that attention knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DenseLayerPast:
-    """What one chunk sees of a layer's pages (the `Past` of `oomb.attention.dense`)."""
+    """All pages of a layer before one chunk (the `DensePast` of `oomb.attention.dense`)."""
 
     def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
         self.store, self.layer = store, layer
@@ -34,17 +34,14 @@ class DenseLayerPast:
 
 
 class SparseLayerPast:
-    """What one chunk sees of a layer whose pages are chosen (the `ChosenPast` of `oomb.attention.sparse`)."""
+    """The selected pages of a layer before one chunk (the `SparsePast` of `oomb.attention.sparse`)."""
 
     def __init__(self, store: PageStore, layer: int, start: int, end: int) -> None:
         assert store.selected is not None and store.selection_spec is not None
+        spec = store.selection_spec
         self.store, self.selected, self.layer = store, store.selected, layer
         self.length, self.end = start, end
-        self.page_size, self.budget, self.tile_size = (
-            store.page_size,
-            store.selection_spec.budget,
-            store.selection_spec.tile_size,
-        )
+        self.page_size, self.budget, self.tile_size = store.page_size, spec.budget, spec.tile_size
         self.selection = self.selected.selection(layer, start, end)
 
     def page_means(self) -> Tensor:
@@ -53,8 +50,8 @@ class SparseLayerPast:
     def own_page_means(self) -> Tensor | None:
         return self.selected.own_page_means(self.layer, self.length, self.end)
 
-    def set_selection(self, chosen_BNC: Tensor, follows: bool) -> None:
-        self.selected.set_selection(self.layer, self.length, self.end, chosen_BNC, follows)
+    def set_selection(self, selected_BNC: Tensor, reads_in_place: bool) -> None:
+        self.selected.set_selection(self.layer, self.length, self.end, selected_BNC, reads_in_place)
         self.selection = self.selected.selection(self.layer, self.length, self.end)
 
     def pages(self) -> AbstractContextManager[PageView]:

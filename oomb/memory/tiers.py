@@ -79,7 +79,7 @@ class Tiers:
         made: list[tuple[Key, int, Tensor, HostSlab | None]] = []
         for key, missing in short.items():
             host = HostSlab(missing * key[1], self.device) if key[0] == HOST else None
-            made.append((key, missing, self._gpu_slab(missing * key[1]) if host is None else host.bytes, host))
+            made.append((key, missing, self.allocate(missing * key[1], "pages") if host is None else host.bytes, host))
         for key, missing, slab, owner in made:
             arena = self.arenas.setdefault(key, Arena(key[1]))
             arena.slabs.append((arena.pool.grow(missing), slab, owner))
@@ -175,7 +175,7 @@ class Tiers:
             self.prefetcher.forget()
             self.streams.drain()
             self.rings.pop(name, None)
-            ring = self.rings[name] = BufferRing(num_slots, self._gpu_slab(num_slots * slot_bytes))
+            ring = self.rings[name] = BufferRing(num_slots, self.allocate(num_slots * slot_bytes, "staging buffers"))
         return ring
 
     def used_bytes(self, tier: str) -> int:
@@ -205,17 +205,28 @@ class Tiers:
 
     def table(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the model's device for what is known of pages, beside them."""
-        return self._gpu_slab(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.allocate(num_bytes, "page tables").view(dtype).view(shape)
 
-    def _gpu_slab(self, num_bytes: int) -> Tensor:
-        try:
-            # A tensor made in inference mode could not be written outside of it.
-            with torch.inference_mode(False):
-                return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU there is no name for it
-            free = free_gpu_bytes(self.device)
-            raise OutOfPages(
-                f"{gib(num_bytes)} for pages could not be allocated on {self.device} "
-                f"({gib(free_host_bytes() if free is None else free)} are free, perhaps in pieces): "
-                "lower gpu_memory or the context"
-            ) from error
+    def allocate(self, num_bytes: int, purpose: str) -> Tensor:
+        """Allocate bytes on the model's device, or raise `OutOfPages` saying what they are for."""
+        return allocate(num_bytes, self.device, purpose, fix="lower gpu_memory or the context")
+
+
+def allocate(num_bytes: int, device: torch.device, purpose: str, fix: str) -> Tensor:
+    """Allocate bytes on a device, or raise `OutOfPages` with the numbers.
+
+    Args:
+        purpose: Completes "cannot allocate 1.5 GiB for ...".
+        fix: What to do if there is not enough memory.
+    """
+    try:
+        # Outside inference mode: a tensor made in it could not be written later.
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, no class of its own on a CPU
+        free = free_gpu_bytes(device)
+        raise OutOfPages(
+            f"cannot allocate {gib(num_bytes)} for {purpose} on {device}: "
+            f"{gib(free_host_bytes() if free is None else free)} are free, perhaps fragmented; {fix}"
+        ) from error

@@ -6,12 +6,10 @@ H heads, T queries, D head size.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
+from oomb.ops.triton_support import can_launch, power_of_two
 
 
 def merge(
@@ -23,7 +21,7 @@ def merge(
     (4 * 1/4 + 8 * 3/4, log 4) = (7, log 4).
     """
     dtype = dtype or torch.promote_types(out2.dtype, torch.float32)
-    if _use_triton(out2):
+    if can_launch(out2):
         return _launch(out, out2, dtype, lse, lse2)
     return merge_reference(out, lse, out2, lse2, dtype)
 
@@ -31,7 +29,7 @@ def merge(
 def add(x: Tensor, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x + y, computed in float32 or wider and returned in `dtype` (default: float32 or wider)."""
     dtype = dtype or torch.promote_types(y.dtype, torch.float32)
-    if _use_triton(y):
+    if can_launch(y):
         return _launch(x, y, dtype)[0]
     return add_reference(x, y, dtype)
 
@@ -45,10 +43,6 @@ def merge_reference(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor, dtype:
 def add_reference(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
     return (x.to(wide) + y).to(dtype)
-
-
-def _use_triton(x: Tensor) -> bool:
-    return HAS_TRITON and x.is_cuda and x.dtype.itemsize < 8
 
 
 def _launch(
@@ -66,6 +60,6 @@ def _launch(
     with torch.cuda.device_of(y):
         merge_kernel[(-(-T // 32), H, B)](
             x, y, out, lse_x, lse_y, lse, T, D, *x.stride()[:3], *y.stride()[:3], *out.stride()[:3],
-            WEIGHTED=weighted, TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
+            WEIGHTED=weighted, TILE_T=32, TILE_D=power_of_two(D),
         )  # fmt: skip
     return out, lse

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oomb.ops.rounding import DROPPED_BITS, add_stochastic_reference
+from oomb.ops.rounding import stochastic_round_next
 
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,7 +69,7 @@ def encode_(fields: dict[str, Tensor], name: str, moment: Tensor, generator: tor
     codes, scales = fields[name], fields.get(scale_of(name))
     if scales is None:
         if codes is not moment:
-            codes.copy_(_stochastic_round(moment, codes.dtype, generator))
+            codes.copy_(stochastic_round_next(moment, codes.dtype, generator))
         return
     first, last, power = LEVELS[codes.dtype]
     runs = pad(moment, (0, -len(moment) % RUN)).view(-1, RUN)
@@ -81,13 +81,3 @@ def encode_(fields: dict[str, Tensor], name: str, moment: Tensor, generator: tor
     draws = torch.rand(sizes.shape, generator=generator, device=sizes.device)
     levels.add_(sizes - below > above.sub_(below).mul_(draws)).sub_(first)
     codes.copy_(levels.copysign_(shares) if codes.dtype.is_signed else levels)
-
-
-def _stochastic_round(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """In 16 bits, up or down with the probability that is due; in more, to the nearest."""
-    if dtype not in DROPPED_BITS:
-        return values.to(dtype)
-    bits = torch.empty(values.shape, dtype=torch.int32, device=values.device).random_(generator=generator)
-    total = torch.zeros(values.shape, dtype=dtype, device=values.device)
-    add_stochastic_reference(total, values, bits)
-    return total

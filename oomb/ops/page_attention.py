@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from math import e, log2
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from oomb.ops.rounding import DROPPED_BITS
-
-LOG2_E = log2(e)
-
+from oomb.ops.triton_support import LOG2_E, matrix_tile
 
 ALIGNED_BYTES = 16
 """The widest load of a GPU; pages and their rows begin at multiples of it."""
@@ -180,8 +177,8 @@ def _sizes(q: Tensor, pages: Pages) -> dict[str, int | str]:
     return {
         "GROUP": q.shape[1] // pages.num_kv_heads,
         "PAGE": pages.page_size,
-        "TILE_D": _tile_of(pages.head_size),
-        "TILE_V": _tile_of(pages.value_size),
+        "TILE_D": matrix_tile(pages.head_size),
+        "TILE_V": matrix_tile(pages.value_size),
         "ALIGNED": _alignment(pages),
         "PRECISION": "ieee",
     }
@@ -201,12 +198,7 @@ def _masks(pages: Pages, tile_k: int, has_gaps: bool) -> dict[str, bool]:
 
 
 def _is_padded(pages: Pages) -> bool:
-    return any(size != _tile_of(size) for size in (pages.head_size, pages.value_size))
-
-
-def _tile_of(size: int) -> int:
-    """The next power of two that matrix units take."""
-    return max(16, 1 << (size - 1).bit_length())
+    return any(size != matrix_tile(size) for size in (pages.head_size, pages.value_size))
 
 
 TILINGS = {
@@ -229,7 +221,7 @@ SMALL_SHARED_BYTES = 99 * 1024
 
 def _tiling(kernel: str, q: Tensor, pages: Pages, tile_size: int) -> tuple[int, int, int, int]:
     """Queries and tokens at a time, warps, and loads under way: the fastest that fits into shared memory."""
-    size, width = q.dtype.itemsize, _tile_of(pages.head_size) + _tile_of(pages.value_size)
+    size, width = q.dtype.itemsize, matrix_tile(pages.head_size) + matrix_tile(pages.value_size)
     room = SHARED_BYTES
     if q.is_cuda:
         room = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", SMALL_SHARED_BYTES)
@@ -238,7 +230,7 @@ def _tiling(kernel: str, q: Tensor, pages: Pages, tile_size: int) -> tuple[int, 
     tiling = (16, 16, 4, 1)
     for queries, tokens, num_warps, num_stages in TILINGS[kernel]:
         tile_q = min(queries, tile_size, 128 if size < 4 else 64)
-        tile_k = min(tokens, _tile_of(pages.page_size), most)
+        tile_k = min(tokens, matrix_tile(pages.page_size), most)
         # What stays: queries (for dq their output's gradient too), or the keys and values of a page.
         held = {"forward": tile_q * width // 2, "dq": tile_q * width, "dkv": tile_k * width}[kernel]
         step = tile_q if kernel == "dkv" else tile_k

@@ -11,15 +11,13 @@ chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import e, log2
 
 import torch
 from torch import Tensor
 
 from oomb.config import means_per_page
-from oomb.ops.merge import HAS_TRITON
+from oomb.ops.triton_support import LOG2_E, can_launch, matrix_tile, power_of_two
 
-LOG2_E = log2(e)
 SINK = 0
 """The page where attention puts what it has no use for."""
 
@@ -155,8 +153,8 @@ def launch_page_scores(
     splits = _num_splits(row_tiles * B * K, mean_tiles)
     lse = torch.empty(splits, B, K, num_rows, dtype=torch.float32, device=q_BHTD.device)
     strides = (*q_BHTD.stride()[:3], *means_BKMD.stride()[:3])
-    sizes = {"GROUP": group, "TILE_T": tile_size, "ASKED": num_asked, "TILE_D": _tile_of(D)}
-    page_places = 1 << (rule.num_means - 1).bit_length()
+    sizes = {"GROUP": group, "TILE_T": tile_size, "ASKED": num_asked, "TILE_D": matrix_tile(D)}
+    page_places = power_of_two(rule.num_means)
     tile_m = max(interest_tiling.means, page_places)
     with torch.cuda.device_of(q_BHTD):
         # Programs that follow one another read the same means.
@@ -176,7 +174,7 @@ def launch_page_scores(
 
 
 def _use_triton(q: Tensor, means: Tensor) -> bool:
-    if not (HAS_TRITON and q.is_cuda and q.dtype.itemsize < 8 and means.dtype.itemsize < 8 and q.shape[3] <= 256):
+    if not (can_launch(q, means) and q.shape[3] <= 256):
         return False
     # Triton has float8_e4m3fn from this generation on.
     return means.dtype.itemsize > 1 or torch.cuda.get_device_capability(q.device) >= (8, 9)
@@ -185,15 +183,10 @@ def _use_triton(q: Tensor, means: Tensor) -> bool:
 def _tiling(q: Tensor, means: Tensor, num_rows: int) -> Tiling:
     """64 x 64 scores are one matrix instruction of an H200, and two or three such programs fit a multiprocessor's
     registers. float32 has no matrix instruction and takes smaller tiles."""
-    size, tile_d = 32 if q.dtype.itemsize == 4 else 64, _tile_of(q.shape[3])
-    rows = min(size, _tile_of(num_rows))
+    size, tile_d = 32 if q.dtype.itemsize == 4 else 64, matrix_tile(q.shape[3])
+    rows = min(size, matrix_tile(num_rows))
     stage_bytes = tile_d * (size * means.dtype.itemsize + rows * q.dtype.itemsize)
     return Tiling(size, rows, num_warps=4, num_stages=max(1, min(3, STAGE_BYTES // stage_bytes)))
-
-
-def _tile_of(size: int) -> int:
-    """The next power of two that matrix units take."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def _num_splits(programs: int, mean_tiles: int) -> int:

@@ -1,99 +1,125 @@
-"""Adding to gradients: in float32, and rounded up or down at random where they are kept in 16 bits.
+"""Accumulate gradients in float32 and store them with stochastic rounding.
 
-A thousand small shares added to a bfloat16 number by rounding to nearest get lost, each of them in the same way.
-Rounded up with the probability that is due, they arrive on average.
+Adding a thousand small updates to a bfloat16 value with round-to-nearest loses all of them; stochastic rounding is
+unbiased, so their sum survives.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
+from oomb.ops.triton_support import can_launch, power_of_two
+
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""Bits of a float32 fraction that these have no room for."""
-PIECE = 2**22
-"""Numbers that are added at once where no kernel does it."""
+"""Mantissa bits of float32 that these dtypes drop."""
+BLOCK_SIZE = 2**22
+"""Elements added at once without a kernel: the temporaries are several times as large as the operands."""
 
 
-def add_stochastic_(total: Tensor, share: Tensor, seed: int) -> None:
-    """total += share, both [B, K, T, D] with any strides. `seed` is a number below 2**31; what it draws depends on the
-    shape alone, not on where the tensors lie."""
-    if HAS_TRITON and total.is_cuda and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
-        launch_add_stochastic(total, share, seed)
+def add_stochastic_(total: Tensor, update: Tensor, seed: int) -> None:
+    """Add `update` to `total` in float32 and store the sum with stochastic rounding if `total` has 16 bits.
+
+    Args:
+        total: [B, K, T, D] with any strides.
+        update: The same shape, any strides.
+        seed: Below 2**31. The random bits depend on it and on the shape, not on the memory layout.
+    """
+    if can_launch(total, update):
+        launch_add_stochastic(total, update, seed)
     else:
-        add_stochastic_reference(total, share, random_bits(total, seed))
+        add_stochastic_reference(total, update, random_bits(total, _generator(total, seed)))
 
 
-def add_(total: Tensor, share: Tensor, seed: int) -> None:
-    """The same, of any shape. PyTorch's own kernel for two different dtypes does not load vectors, ours does."""
-    is_flat = total.is_contiguous() and share.is_contiguous()
-    if HAS_TRITON and total.is_cuda and is_flat and total.dtype.itemsize < 8 and share.dtype.itemsize < 8:
-        launch_add(total, share, seed)
+def add_(total: Tensor, update: Tensor, seed: int) -> None:
+    """Do the same for tensors of any shape. PyTorch's mixed-dtype kernel does not vectorize its loads; ours does."""
+    is_flat = total.is_contiguous() and update.is_contiguous()
+    if is_flat and can_launch(total, update):
+        launch_add(total, update, seed)
     elif total.dtype in DROPPED_BITS:
-        # Piece by piece: what is made on the way is several times as large as what is added.
         flat = total.view(-1) if total.is_contiguous() else total.reshape(-1)
-        for index, (part, piece) in enumerate(zip(flat.split(PIECE), share.reshape(-1).split(PIECE), strict=True)):
-            add_stochastic_reference(part, piece, random_bits(part, mix(seed, index)))
+        blocks = zip(flat.split(BLOCK_SIZE), update.reshape(-1).split(BLOCK_SIZE), strict=True)
+        for index, (block, update_block) in enumerate(blocks):
+            bits = random_bits(block, _generator(block, mix(seed, index)))
+            add_stochastic_reference(block, update_block, bits)
         if not total.is_contiguous():
             total.copy_(flat.view(total.shape))
     else:
-        total.add_(share)
+        total.add_(update)
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """x in `dtype`, rounded at random where that has 16 bits."""
-    total = torch.zeros_like(x, dtype=dtype)
-    add_stochastic_reference(total, x, random_bits(total, seed))
-    return total
+    """Return x in `dtype`, rounded stochastically if that has 16 bits."""
+    rounded = torch.zeros_like(x, dtype=dtype)
+    add_stochastic_reference(rounded, x, random_bits(rounded, _generator(rounded, seed)))
+    return rounded
+
+
+def stochastic_round_next(x: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return x in `dtype`, rounded with the next bits of `generator` if that has 16 bits."""
+    if dtype not in DROPPED_BITS:
+        return x.to(dtype)
+    # Not `random_bits`, which draws from a range smaller by one: optimizer runs resume with the same bits.
+    bits = torch.empty(x.shape, dtype=torch.int32, device=x.device).random_(generator=generator)
+    rounded = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    add_stochastic_reference(rounded, x, bits)
+    return rounded
+
+
+def stochastic_floor(x: Tensor, seed: int) -> Tensor:
+    """Return x rounded to integers: 2.25 becomes 3 with probability 1/4, otherwise 2."""
+    return (x + torch.rand(x.shape, generator=_generator(x, seed), dtype=torch.float32, device=x.device)).floor()
 
 
 def mix(*numbers: int) -> int:
-    """A seed of several numbers."""
+    """Combine numbers into one seed below 2**31."""
     return hash(numbers) % (2**31)
 
 
-def random_bits(x: Tensor, seed: int) -> Tensor | None:
-    """For every number of x, where it is to be rounded at random."""
+def random_bits(x: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Return random bits for every element of x, or None if its dtype needs no stochastic rounding."""
     if x.dtype not in DROPPED_BITS:
         return None
-    generator = torch.Generator(x.device).manual_seed(seed)
     return torch.randint(0, 2**31 - 1, x.shape, generator=generator, dtype=torch.int32, device=x.device)
 
 
-def add_stochastic_reference(total: Tensor, share: Tensor, random_bits: Tensor | None) -> None:
-    """The same, with the random bits given.
+def add_stochastic_reference(total: Tensor, update: Tensor, bits: Tensor | None) -> None:
+    """Add `update` to `total` with the given random bits; None: rounded to nearest.
 
-    1 + 2**-8 lies halfway between two bfloat16 numbers, 1 and 1 + 2**-7: half of all random bits give each of them.
+    1 + 2**-8 is halfway between two bfloat16 numbers, 1 and 1 + 2**-7: half of all random bits give each of them.
     """
-    summed = total.to(torch.promote_types(total.dtype, torch.float32)) + share
-    if random_bits is not None:
+    summed = total.to(torch.promote_types(total.dtype, torch.float32)) + update
+    if bits is not None:
         dropped = (1 << DROPPED_BITS[total.dtype]) - 1
-        # The bits of a float are ordered as its magnitude is: adding below the cut carries with the right probability.
-        moved = (summed.float().view(torch.int32) + (random_bits & dropped)) & ~dropped
-        summed = torch.where(summed.isfinite(), moved.view(torch.float32), summed)
+        # Float bits are ordered like magnitudes: adding below the cut carries over with the right probability.
+        rounded = (summed.float().view(torch.int32) + (bits & dropped)) & ~dropped
+        summed = torch.where(summed.isfinite(), rounded.view(torch.float32), summed)
     total.copy_(summed)
 
 
-def launch_add_stochastic(total: Tensor, share: Tensor, seed: int) -> None:
+def launch_add_stochastic(total: Tensor, update: Tensor, seed: int) -> None:
+    """Launch the kernel of `add_stochastic_`."""
     from oomb.ops.triton_kernels.elementwise import accumulate_kernel
 
     B, K, T, D = total.shape
-    assert total.stride(-1) == share.stride(-1) == 1 and total.numel() < 2**31
+    assert total.stride(-1) == update.stride(-1) == 1 and total.numel() < 2**31
     with torch.cuda.device_of(total):
         accumulate_kernel[(-(-T // 32), K, B)](
-            total, share, seed, T, D, *total.stride()[:3], *share.stride()[:3],
-            DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE_T=32, TILE_D=1 << (D - 1).bit_length(),
+            total, update, seed, T, D, *total.stride()[:3], *update.stride()[:3],
+            DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE_T=32, TILE_D=power_of_two(D),
         )  # fmt: skip
 
 
-def launch_add(total: Tensor, share: Tensor, seed: int) -> None:
+def launch_add(total: Tensor, update: Tensor, seed: int) -> None:
+    """Launch the kernel of `add_`."""
     from oomb.ops.triton_kernels.elementwise import add_share_kernel
 
     tile = 4096
     with torch.cuda.device_of(total):
         add_share_kernel[(-(-total.numel() // tile),)](
-            total, share, seed, total.numel(), DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE=tile
+            total, update, seed, total.numel(), DROPPED=DROPPED_BITS.get(total.dtype, 0), TILE=tile
         )
+
+
+def _generator(x: Tensor, seed: int) -> torch.Generator:
+    return torch.Generator(x.device).manual_seed(seed)

@@ -13,7 +13,8 @@ import torch
 from oomb.config import TILE_SIZE, Config, means_per_page
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import staging_bytes
-from oomb.memory.selected import NUM_BUFFERS, SelectionSpec, buffer_bytes, max_selected, table_bytes
+from oomb.memory.selected_io import NUM_BUFFERS, buffer_bytes
+from oomb.memory.selections import SelectionSpec, max_selected, table_bytes
 from oomb.planner.activations import chunk_memory
 from oomb.planner.flops import matrix_flops
 from oomb.planner.request import SAFETY_SHARE, MemoryTerm, Placement, PlacementRequest, host_budget

@@ -200,7 +200,7 @@ def test_page_movers_are_told_of_flags_in_whole_numbers(kind: str, monkeypatch: 
     past = SparseLayerPast.pages
 
     def spy(self: SparseLayerPast) -> Any:
-        flags.append(self.selected._flags(kind, self.layer)[0])
+        flags.append(self.selected.io._flags(kind, self.layer)[0])
         return past(self)
 
     monkeypatch.setattr(SparseLayerPast, "pages", spy)

@@ -85,15 +85,15 @@ def test_memory_that_has_gone_since_the_last_step(model: Any, monkeypatch: pytes
     placed = []
     place = engine.allocator._place
     monkeypatch.setattr(engine.allocator, "_place", lambda *args: placed.append(1) or place(*args))
-    take, refusals = engine.allocator.tiers._gpu_slab, [1]
+    take, refusals = engine.allocator.tiers.allocate, [1]
 
-    def refuse_once(num_bytes: int) -> torch.Tensor:
+    def refuse_once(num_bytes: int, purpose: str) -> torch.Tensor:
         if refusals:
             refusals.pop()
             raise OutOfPages("gone")
-        return take(num_bytes)
+        return take(num_bytes, purpose)
 
-    monkeypatch.setattr(engine.allocator.tiers, "_gpu_slab", refuse_once)
+    monkeypatch.setattr(engine.allocator.tiers, "allocate", refuse_once)
     engine.loss(ids).backward()
     assert placed == [1] and nothing_is_held(engine)
 

@@ -15,7 +15,7 @@ from streams import Clocks
 from torch import Tensor
 
 from oomb.attention import sparse, sparse_reference
-from oomb.memory import batch_copy
+from oomb.memory import batch_copy, selected
 from oomb.memory.pool import GPU, HOST
 from oomb.memory.selected import PageView, SelectedPages
 from oomb.memory.tiers import Tiers
@@ -28,17 +28,16 @@ def follow(patch: pytest.MonkeyPatch) -> None:
     memory = Memory()
     init = SelectedPages.__init__
 
-    def init_with_kernels(self: SelectedPages, *args: Any) -> None:
+    def init_and_track(self: SelectedPages, *args: Any) -> None:
         init(self, *args)
-        self.uses_kernels = True
-        self.reads_in_place = dict.fromkeys(self.layers, True)
-        memory.tiers = tiers = self.store.tiers
+        memory.tiers = tiers = self.pages.tiers
         if isinstance(tiers.streams, Clocks):
-            for tables in (self.page_means, self.touched, self.selections):
+            for tables in (self.selections.page_means, self.selections.touched, self.selections.tables):
                 for table in tables.values():
                     tiers.streams.track(table)
 
-    patch.setattr(SelectedPages, "__init__", init_with_kernels)
+    patch.setattr(selected, "has_kernels", lambda device: True)
+    patch.setattr(SelectedPages, "__init__", init_and_track)
     patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
     for name in ("launch_forward", "launch_dq", "launch_dkv"):
         patch.setattr(sparse, name, getattr(memory, name))

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from oomb.memory.page_access import PageAccess
 from oomb.memory.rows import ALIGNMENT, GRAD, KV, OUT
-from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Buffer, BufferRing, CopyStreams, Event, Issued, Load, Prefetcher, Work
 
@@ -217,8 +217,8 @@ def computation_ignores_load(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def load_ignores_store_of_its_pages(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-    load = PageStore._load
-    patch.setattr(PageStore, "_load", lambda *args: dataclasses.replace(load(*args), after=()))
+    load = PageAccess.load
+    patch.setattr(PageAccess, "load", lambda *args: dataclasses.replace(load(*args), after=()))
 
 
 def gives_back_without(tiers: Tiers, patch: pytest.MonkeyPatch, *names: str) -> None:
@@ -255,13 +255,13 @@ def store_ignores_computation(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def chunk_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-    write = PageStore._write
+    write = PageAccess.write
 
-    def mutated(self: PageStore, kind: str, layer: int, start: int, tensors: list[Tensor], ring_name: str) -> None:
-        self._ring(ring_name).free[0].free_after = None
+    def mutated(self: PageAccess, kind: str, layer: int, start: int, tensors: list[Tensor], ring_name: str) -> None:
+        self.ring(ring_name).free[0].free_after = None
         write(self, kind, layer, start, tensors, ring_name)
 
-    patch.setattr(PageStore, "_write", mutated)
+    patch.setattr(PageAccess, "write", mutated)
 
 
 @mutation

@@ -246,7 +246,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
 
         with (
             mock.patch.object(tiers_module, "HostSlab", refusing(tiers_module.HostSlab)),
-            mock.patch.object(self.tiers, "_gpu_slab", refusing(self.tiers._gpu_slab)),
+            mock.patch.object(self.tiers, "allocate", refusing(self.tiers.allocate)),
         ):
             try:
                 self.open(**drawn)
@@ -281,7 +281,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
         tracked.store.add_grad(layer, first, dk, -dk, seed=0)
 
     def can_train(self) -> list[Tracked]:
-        return [tracked for tracked in self.live if "grad" in tracked.store.kinds and tracked.end]
+        return [tracked for tracked in self.live if "grad" in tracked.store.pages.kinds and tracked.end]
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 9), first=st.integers(0, 15))
@@ -295,13 +295,13 @@ class StoresComeAndGo(RuleBasedStateMachine):
                 at = start + k.shape[2]
                 assert torch.equal(k, tracked.k[layer][:, :, start:at]) and torch.equal(v, -k)
             assert at == end
-            if "grad" in store.kinds:
+            if "grad" in store.pages.kinds:
                 nothing = torch.zeros_like(tracked.k[layer][:, :, : tracked.end])
                 for at in range(0, tracked.end, store.chunk_size):
                     upto = min(at + store.chunk_size, tracked.end)
                     dk, dv = store.add_future_grads(layer, at, upto, nothing[:, :, at:upto], nothing[:, :, at:upto])
                     assert torch.equal(dk, tracked.grad[layer][:, :, at:upto]) and torch.equal(dv, -dk)
-            for at in range(store.saved_from, end - store.chunk_size + 1, store.chunk_size):
+            for at in range(store.pages.saved_from, end - store.chunk_size + 1, store.chunk_size):
                 out, lse = store.load_output(layer, at, at + store.chunk_size)  # type: ignore[misc]
                 assert torch.equal(out, tracked.k[layer][:, :, at : at + store.chunk_size])
                 assert torch.equal(lse, out[..., 0])
@@ -313,8 +313,8 @@ class StoresComeAndGo(RuleBasedStateMachine):
         tracked.end = min(tracked.end, chunk * tracked.store.chunk_size)
         tracked.store.free_from(tracked.end)
         num_pages = -(-tracked.end // tracked.store.page_size)
-        for _, column in tracked.store.lease.tables.values():
-            assert not list(column.pieces(num_pages, tracked.store.num_pages))
+        for _, column in tracked.store.pages.lease.tables.values():
+            assert not list(column.pieces(num_pages, tracked.store.pages.num_pages))
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 9))
@@ -336,16 +336,16 @@ class StoresComeAndGo(RuleBasedStateMachine):
         assert not self.tiers.orphaned
 
     def holdings(self) -> list[PageLease]:
-        return [*(tracked.store.lease for tracked in self.live), *self.tiers.orphaned]
+        return [*(tracked.store.pages.lease for tracked in self.live), *self.tiers.orphaned]
 
     def promised(self) -> Counter[tuple[str, int]]:
         """To sequences that live."""
-        return sum((+tracked.store.lease.promised for tracked in self.live), start=Counter())
+        return sum((+tracked.store.pages.lease.promised for tracked in self.live), start=Counter())
 
     def pages_in_use(self) -> dict[tuple[str, int], list[int]]:
         found: dict[tuple[str, int], list[int]] = {}
         for tracked in self.live:
-            for page_bytes, column in tracked.store.lease.tables.values():
+            for page_bytes, column in tracked.store.pages.lease.tables.values():
                 for run in column.runs:
                     found.setdefault((run.tier, page_bytes), []).extend(range(run.first, run.first + run.count))
         return found

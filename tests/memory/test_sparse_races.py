@@ -31,6 +31,7 @@ import oomb
 from oomb.attention import dense, sparse
 from oomb.memory import batch_copy
 from oomb.memory.selected import SelectedPages
+from oomb.memory.selected_io import SelectedIO
 from oomb.memory.tiers import Tiers
 from oomb.memory.transfer import Buffer, CopyStreams, Event, Load, Prefetcher
 from oomb.ops.triton_kernels import page_copy
@@ -166,23 +167,23 @@ def loads_without(index: int) -> Mutation:
     """Loads of chosen pages do not wait for one of the two: the store of their pages, and the choice."""
 
     def mutate(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-        load = SelectedPages._load
+        load = SelectedIO.load
 
         def mutated(*args: Any) -> Load:
             found = load(*args)
             return dataclasses.replace(found, after=found.after[:index] + found.after[index + 1 :])
 
-        patch.setattr(SelectedPages, "_load", mutated)
+        patch.setattr(SelectedIO, "load", mutated)
 
     return mutate
 
 
 def load_ignores_use_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-    gives_back_without(tiers, patch, "chosen kv")
+    gives_back_without(tiers, patch, "selected kv")
 
 
 def load_ignores_store_of_its_buffer(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
-    gives_back_without(tiers, patch, "chosen grad")
+    gives_back_without(tiers, patch, "selected grad")
 
 
 def computation_ignores_load(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
@@ -265,13 +266,13 @@ def test_the_cpu_waits_for_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_bring_what_the_cpu_knows(place: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the gradient pass all pages from the host, and gradients back; before it, and for the last chunk, kernels."""
     follow(monkeypatch)
-    bring, by_engines, by_kernels = SelectedPages._gather, set(), set()
+    gather, by_engines, by_kernels = SelectedIO._gather, set(), set()
 
-    def watched(self: SelectedPages, kind: str, layer: int, start: int, *args: Any) -> None:
-        (by_engines if self._goes_by_engines(kind, layer, start) else by_kernels).add((kind, start))
-        bring(self, kind, layer, start, *args)
+    def watched(self: SelectedIO, kind: str, layer: int, start: int, *args: Any) -> None:
+        (by_engines if self.uses_engines_for(kind, layer, start) else by_kernels).add((kind, start))
+        gather(self, kind, layer, start, *args)
 
-    monkeypatch.setattr(SelectedPages, "_gather", watched)
+    monkeypatch.setattr(SelectedIO, "_gather", watched)
     copied, copy_all = [], batch_copy.copy_all
     monkeypatch.setattr(batch_copy, "copy_all", lambda *args: (copied.append(len(args[0])), copy_all(*args)))
     model = copy.deepcopy(tiny("three layers"))
@@ -365,16 +366,16 @@ def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     follow(monkeypatch)
     model = copy.deepcopy(tiny("one layer"))
     engine = engine_of(model, "host", KEPT[0])
-    send, count = SelectedPages._store, torch.tensor([5, 0, 0, 0], dtype=torch.int32)
+    store_grads, count = SelectedIO.store_grads, torch.tensor([5, 0, 0, 0], dtype=torch.int32)
 
-    def send_much(self: SelectedPages, *args: Any) -> Event:
+    def store_much(self: SelectedIO, *args: Any) -> Event:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SelectedPages, "_page_bytes", lambda *args: 2**30)
-            patch.setattr(SelectedPages, "_parts", lambda *args: (count, count, count, torch.arange(6)))
+            patch.setattr(SelectedIO, "_page_bytes", lambda *args: 2**30)
+            patch.setattr(SelectedIO, "_parts", lambda *args: (count, count, count, torch.arange(6)))
             patch.setattr(page_copy, "copy_pages", Kernel(lambda *args, **settings: None))
-            return send(self, *args)
+            return store_grads(self, *args)
 
-    monkeypatch.setattr(SelectedPages, "_store", send_much)
+    monkeypatch.setattr(SelectedIO, "store_grads", store_much)
     monkeypatch.setattr(batch_copy, "copy_all", lambda *args: None)
     engine.loss(random_ids(1, 32)).backward()
     assert engine.stats.stored_bytes >= 5 * 2**30

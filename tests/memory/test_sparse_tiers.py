@@ -153,10 +153,10 @@ def test_pages_die_without_the_garbage_collector(what: str, way: str, monkeypatc
             (store,) = stores()
             assert store.selected is not None and not any(
                 (
-                    store.selected.page_means,
-                    store.selected.touched,
-                    store.selected.selections,
-                    store.selected._addresses,
+                    store.selected.selections.page_means,
+                    store.selected.selections.touched,
+                    store.selected.selections.tables,
+                    store.selected.io._addresses,
                 )
             )
             del store

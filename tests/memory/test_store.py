@@ -129,7 +129,7 @@ def test_outputs_are_not_kept_unless_asked_for(tiers: Tiers) -> None:
     store = make_store(tiers)
     fill(store)
     assert store.load_output(0, 0, CHUNK) is None
-    assert OUT not in store.kinds and (OUT, 0) not in store.lease.tables
+    assert OUT not in store.pages.kinds and (OUT, 0) not in store.pages.lease.tables
 
 
 @pytest.mark.parametrize("gpu_tokens", PLACEMENTS)
@@ -220,7 +220,7 @@ def test_a_window_does_not_reach_the_first_pages(tiers: Tiers) -> None:
     """The forecast must ask for what attention will ask for, and for no more."""
     store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()})
     fill(store)
-    asked = [load.key[1:] for load in store._forward_loads(28, 35, kept=False)]
+    asked = [load.key[1:] for load in store.schedule.forward(28, 35, saved=False)]
     assert asked == [(KV, 0, 20, 21), (KV, 0, 21, 28), (KV, 1, 0, 28)]
 
 
@@ -373,7 +373,7 @@ def test_an_abandoned_store_is_collected(tiers: Tiers) -> None:
     assert tiers.orphaned and tiers.used_bytes(HOST)
     num_bytes = sum(arena.num_bytes for arena in tiers.arenas.values())
     other = make_store(tiers)
-    assert not tiers.orphaned and other.num_pages
+    assert not tiers.orphaned and other.pages.num_pages
     assert sum(arena.num_bytes for arena in tiers.arenas.values()) == num_bytes
 
 

@@ -105,7 +105,7 @@ def test_outputs_of_the_last_tokens_alone(
         lambda request, lean: placement_module._place(request, lean, out_tokens=2 * chunk_size),
     )
     monkeypatch.setattr(
-        PageStore, "save_output", lambda self, *args: (kept.add((self.saved_from, args[1])), keep(self, *args))
+        PageStore, "save_output", lambda self, *args: (kept.add((self.pages.saved_from, args[1])), keep(self, *args))
     )
     model = copy.deepcopy(tiny("qwen2_sliding"))
     memory = "1GiB" if on_gpu else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 import oomb
 from oomb.memory import batch_copy
 from oomb.memory.rows import LayerRows, RowLayout, kv_row
-from oomb.memory.selected import SelectionSpec
+from oomb.memory.selections import SelectionSpec
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.ops.int8 import LEVELS, dequantize, quantize
@@ -172,10 +172,10 @@ def test_hundreds_of_shares_arrive(gpu_tokens: int) -> None:
         out=RowLayout(((1, 8, 64), torch.bfloat16)),
         dtype=torch.bfloat16,
     )
-    choosing = SelectionSpec(budget=1, tile_size=size, num_means=1, means_dtype=torch.float32)
+    selection_spec = SelectionSpec(budget=1, tile_size=size, num_means=1, means_dtype=torch.float32)
     store = PageStore(
         Tiers(torch.device("cpu")), {0: spec}, capacity=num_chunks * size, chunk_size=size, page_size=size,
-        gpu_tokens=gpu_tokens, choosing=choosing,
+        gpu_tokens=gpu_tokens, selection_spec=selection_spec,
     )  # fmt: skip
     share = torch.randn(1, 1, size, 1024).to(torch.bfloat16)
     for start in range(num_chunks * size, 0, -size):

@@ -3,9 +3,6 @@
 import triton
 import triton.language as tl
 
-TILE_NUMBERS = 8192
-"""Numbers in a tile of `dequantize_pages`, for 16 warps."""
-
 
 @triton.jit
 def merge_kernel(

@@ -12,10 +12,58 @@ exist: entries of -1, tokens from `length` on, rows past the end of a page. With
 import triton
 import triton.language as tl
 
+from oomb.ops import triton_support
 from oomb.ops.triton_kernels.elementwise import stochastic_round
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(triton_support.LOG2_E)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def query_positions(T, D, Dv, TILE_Q: tl.constexpr, TILE_D: tl.constexpr, TILE_V: tl.constexpr):
+    """Return batch entry, head, and where the TILE_Q queries of this program are, with masks for [T, D] and [T, Dv]."""
+    h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
+    d, dv = tl.arange(0, TILE_D), tl.arange(0, TILE_V)
+    is_query = t < T
+    q_mask, v_mask = is_query[:, None] & (d < D)[None, :], is_query[:, None] & (dv < Dv)[None, :]
+    return b, h, t.to(tl.int64), d, dv, is_query, q_mask, v_mask, (b * tl.num_programs(0) + h) * T + t
+
+
+@triton.jit
+def score_page_tile(
+    i, q_tile, base, places, chosen, D, Dv, length, num_chosen, scale_log2, row_stride, head_stride, value_at,
+    value_stride, GROUP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return base-2 scores, K and V of the i-th piece of the selected pages, and with GAPS which of its tokens exist.
+
+    Pages of 128 tokens with TILE_K = 64 have two pieces each: i = 5 is the second half of the third selected page.
+    """
+    h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * (tl.num_programs(0) // GROUP) + h // GROUP
+    d, dv, s = tl.arange(0, TILE_D), tl.arange(0, TILE_V), tl.arange(0, TILE_K)
+    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * num_chosen
+    k_at = head * head_stride + s.to(tl.int64)[:, None] * row_stride + d[None, :]
+    v_at = value_at + head * value_stride + s.to(tl.int64)[:, None] * row_stride + dv[None, :]
+    PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
+    first = (i % PIECES) * TILE_K
+    start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), ALIGNED) + first * row_stride
+    inside = first + s < PAGE
+    if GAPS:
+        token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
+        inside = (token >= 0) & (token < length) & (first + s < PAGE)
+        k_tile = tl.load(start + k_at, inside[:, None] & (d < D)[None, :], other=0.0)
+        v_tile = tl.load(start + v_at, inside[:, None] & (dv < Dv)[None, :], other=0.0)
+    elif PADDED:
+        k_tile = tl.load(start + k_at, (d < D)[None, :], other=0.0)
+        v_tile = tl.load(start + v_at, (dv < Dv)[None, :], other=0.0)
+    else:
+        k_tile = tl.load(start + k_at)
+        v_tile = tl.load(start + v_at)
+    k_tile, v_tile = k_tile.to(q_tile.dtype), v_tile.to(q_tile.dtype)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+    return scores, k_tile, v_tile, inside
 
 
 @triton.jit
@@ -31,39 +79,17 @@ def forward_kernel(
 
     With own = 4, own_lse = log 1, and one page of one token with score log 3 and value 8: out = 7, lse = log 4.
     """
-    h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = b * (tl.num_programs(0) // GROUP) + h // GROUP
-    PARTS: tl.constexpr = QUERY_TILE // TILE_Q
-    t = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
-    d, dv, s = tl.arange(0, TILE_D), tl.arange(0, TILE_V), tl.arange(0, TILE_K)
-    is_query, t64 = t < T, t.to(tl.int64)
-    q_mask, v_mask = is_query[:, None] & (d < D)[None, :], is_query[:, None] & (dv < Dv)[None, :]
-    at_query = (b * tl.num_programs(0) + h) * T + t
+    b, h, t64, d, dv, is_query, q_mask, v_mask, at_query = query_positions(T, D, Dv, TILE_Q, TILE_D, TILE_V)
     q_tile = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :], q_mask, other=0.0)
     acc = tl.load(own + b * own_b + h * own_h + t64[:, None] * own_t + dv[None, :], v_mask, other=0.0).to(tl.float32)
     top = tl.load(own_lse + at_query, is_query, other=0.0) * LOG2_E
     total = tl.full([TILE_Q], 1.0, tl.float32)
-    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * num_chosen
-    k_at = head * head_stride + s.to(tl.int64)[:, None] * row_stride + d[None, :]
-    v_at = value_at + head * value_stride + s.to(tl.int64)[:, None] * row_stride + dv[None, :]
-    PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
-    # One loop over pages and their pieces: loads of the next pages are under way while this one is computed.
-    for i in tl.range(0, num_chosen * PIECES, num_stages=STAGES):
-        first = (i % PIECES) * TILE_K
-        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), ALIGNED) + first * row_stride
-        if GAPS:
-            token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
-            inside = (token >= 0) & (token < length) & (first + s < PAGE)
-            k_tile = tl.load(start + k_at, inside[:, None] & (d < D)[None, :], other=0.0)
-            v_tile = tl.load(start + v_at, inside[:, None] & (dv < Dv)[None, :], other=0.0)
-        elif PADDED:
-            k_tile = tl.load(start + k_at, (d < D)[None, :], other=0.0)
-            v_tile = tl.load(start + v_at, (dv < Dv)[None, :], other=0.0)
-        else:
-            k_tile = tl.load(start + k_at)
-            v_tile = tl.load(start + v_at)
-        k_tile, v_tile = k_tile.to(q_tile.dtype), v_tile.to(q_tile.dtype)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+    # One loop over pages and their pieces, so that loads of the next pages overlap with this one's computation.
+    for i in tl.range(0, num_chosen * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
+        scores, k_tile, v_tile, inside = score_page_tile(
+            i, q_tile, base, places, chosen, D, Dv, length, num_chosen, scale_log2, row_stride, head_stride, value_at,
+            value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED, PRECISION,
+        )  # fmt: skip
         if GAPS:
             scores = tl.where(inside[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -88,14 +114,7 @@ def dq_kernel(
 ):  # fmt: skip
     """dq of TILE_Q queries of a tile, of one head: `own`, and what comes from the pages that the tile has chosen.
     out and lse are those of the whole softmax. delta, the sum of dout * out over a row, is written for `dkv_kernel`."""
-    h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    head = b * (tl.num_programs(0) // GROUP) + h // GROUP
-    PARTS: tl.constexpr = QUERY_TILE // TILE_Q
-    t = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
-    d, dv, s = tl.arange(0, TILE_D), tl.arange(0, TILE_V), tl.arange(0, TILE_K)
-    is_query, t64 = t < T, t.to(tl.int64)
-    q_mask, v_mask = is_query[:, None] & (d < D)[None, :], is_query[:, None] & (dv < Dv)[None, :]
-    at_query = (b * tl.num_programs(0) + h) * T + t
+    b, h, t64, d, dv, is_query, q_mask, v_mask, at_query = query_positions(T, D, Dv, TILE_Q, TILE_D, TILE_V)
     q_tile = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :], q_mask, other=0.0)
     do_tile = tl.load(dout + b * do_b + h * do_h + t64[:, None] * do_t + dv[None, :], v_mask, other=0.0)
     out_tile = tl.load(out + b * out_b + h * out_h + t64[:, None] * out_t + dv[None, :], v_mask, other=0.0)
@@ -104,26 +123,11 @@ def dq_kernel(
     lse_tile = tl.load(lse + at_query, is_query, other=0.0) * LOG2_E
     acc = tl.load(own + b * own_b + h * own_h + t64[:, None] * own_t + d[None, :], q_mask, other=0.0).to(tl.float32)
     acc /= scale
-    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * num_chosen
-    k_at = head * head_stride + s.to(tl.int64)[:, None] * row_stride + d[None, :]
-    v_at = value_at + head * value_stride + s.to(tl.int64)[:, None] * row_stride + dv[None, :]
-    PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
-    for i in tl.range(0, num_chosen * PIECES, num_stages=STAGES):
-        first = (i % PIECES) * TILE_K
-        start = base + tl.multiple_of(tl.load(places + list_at + i // PIECES), ALIGNED) + first * row_stride
-        if GAPS:
-            token = tl.load(chosen + list_at + i // PIECES).to(tl.int32) * PAGE + first + s
-            inside = (token >= 0) & (token < length) & (first + s < PAGE)
-            k_tile = tl.load(start + k_at, inside[:, None] & (d < D)[None, :], other=0.0)
-            v_tile = tl.load(start + v_at, inside[:, None] & (dv < Dv)[None, :], other=0.0)
-        elif PADDED:
-            k_tile = tl.load(start + k_at, (d < D)[None, :], other=0.0)
-            v_tile = tl.load(start + v_at, (dv < Dv)[None, :], other=0.0)
-        else:
-            k_tile = tl.load(start + k_at)
-            v_tile = tl.load(start + v_at)
-        k_tile, v_tile = k_tile.to(q_tile.dtype), v_tile.to(q_tile.dtype)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale_log2
+    for i in tl.range(0, num_chosen * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
+        scores, k_tile, v_tile, inside = score_page_tile(
+            i, q_tile, base, places, chosen, D, Dv, length, num_chosen, scale_log2, row_stride, head_stride, value_at,
+            value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED, PRECISION,
+        )  # fmt: skip
         dprobs = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         probs = tl.exp2(scores - lse_tile[:, None])
         if GAPS:

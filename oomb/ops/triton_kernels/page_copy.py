@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from oomb.ops.triton_kernels.elementwise import TILE_NUMBERS, mixed_bits, stochastic_round
+from oomb.ops.triton_kernels.elementwise import mixed_bits, stochastic_round
+
+TILE_ELEMENTS = 8192
+"""Elements in a tile of `dequantize_pages`, for 16 warps."""
 
 
 @triton.jit
@@ -75,7 +78,7 @@ def copy_pages(
 def dequantize_tiles(num_heads: int, head_size: int) -> dict[str, int]:
     """Tiles of `dequantize_pages`: whole rows, and as many of them as its warps hold in registers."""
     tile_d, tile_h = triton.next_power_of_2(head_size), triton.next_power_of_2(2 * num_heads)
-    return {"TILE_S": max(1, TILE_NUMBERS // (tile_h * tile_d)), "TILE_H": tile_h, "TILE_D": tile_d}
+    return {"TILE_S": max(1, TILE_ELEMENTS // (tile_h * tile_d)), "TILE_H": tile_h, "TILE_D": tile_d}
 
 
 @triton.jit
