@@ -1,7 +1,7 @@
-"""Attention of documents that stand side by side in a chunk: each sees itself alone.
+"""Compute attention of packed documents: several in one chunk, each of which attends only to itself.
 
-On a GPU all of them go into one call of the flash kernel, which knows where each begins; elsewhere, and for what that
-kernel does not do, they are computed one after the other. Shapes as in `reference.py`, with a batch of one.
+On a GPU one call of the flash kernel takes all of them; elsewhere, and for what that kernel does not support, they are
+computed one after the other. Shapes as in `reference.py`, with a batch of one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from oomb.attention import dense
-from oomb.attention.backends import FLASH, flash_mask
+from oomb.attention.backends import FLASH, flash_backward, flash_forward
 from oomb.attention.call import AttentionSpec
-
-aten = torch.ops.aten
 
 
 class NoPast:
-    """The `Past` of a document that begins here."""
+    """The `DensePast` of a document that begins in this chunk."""
 
     length = 0
 
@@ -29,7 +27,7 @@ class NoPast:
         return iter(())
 
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
-        raise AssertionError("nothing lies before a document")
+        raise AssertionError("a document that begins in this chunk has no past")
 
     def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         return dk, dv
@@ -38,11 +36,16 @@ class NoPast:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spec: AttentionSpec, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse. Documents begin at `starts`, the first of which is 0."""
+    """Return output and LSE of documents that begin at `starts`, the first of which is 0."""
     if _is_one_call(q, v, spec):
-        return _flash_forward(q, k, v, starts, spec)
+        marks, longest = _marks(starts, q.shape[2], q.device)
+        out, lse = flash_forward(
+            map(_flat, (q, k, v)), marks, (longest, longest), scale=spec.scale, causal=True, window=spec.window
+        )
+        return _unflat(out), lse.view(1, q.shape[1], q.shape[2])
     parts = [
-        dense.forward(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], NoPast(), spec, dtype) for a, b in _bounds(starts, q)
+        dense.forward(q_part, k_part, v_part, NoPast(), spec, dtype)
+        for q_part, k_part, v_part in _split((q, k, v), starts)
     ]
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -58,21 +61,25 @@ def backward(
     starts: tuple[int, ...],
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     if _is_one_call(q, v, spec):
-        return _flash_backward(dout, q, k, v, out, lse, starts, spec)
+        marks, longest = _marks(starts, q.shape[2], q.device)
+        tensors, sizes = map(_flat, (dout, q, k, v, out)), (longest, longest)
+        grads = flash_backward(tensors, lse[0], marks, sizes, scale=spec.scale, causal=True, window=spec.window)
+        dq, dk, dv = map(_unflat, grads)
+        return dq, dk, dv
     parts = [
-        dense.backward(
-            dout[:, :, a:b], q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], out[:, :, a:b], lse[:, :, a:b], NoPast(), spec
-        )
-        for a, b in _bounds(starts, q)
+        dense.backward(dout_part, q_part, k_part, v_part, out_part, lse_part, NoPast(), spec)
+        for dout_part, q_part, k_part, v_part, out_part, lse_part in _split((dout, q, k, v, out, lse), starts)
     ]
     dq, dk, dv = (torch.cat(grads, 2) for grads in zip(*parts, strict=True))
     return dq, dk, dv
 
 
-def _bounds(starts: tuple[int, ...], q: Tensor) -> Iterator[tuple[int, int]]:
-    return pairwise((*starts, q.shape[2]))
+def _split(tensors: tuple[Tensor, ...], starts: tuple[int, ...]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of one document after the other."""
+    for start, end in pairwise((*starts, tensors[0].shape[2])):
+        yield [x[:, :, start:end] for x in tensors]
 
 
 def _is_one_call(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
@@ -81,41 +88,9 @@ def _is_one_call(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
 
 @lru_cache(maxsize=64)
 def _marks(starts: tuple[int, ...], end: int, device: torch.device) -> tuple[Tensor, int]:
-    """Where documents begin and the last one ends, and the length of the longest. All layers of a chunk ask alike."""
+    """Return where documents begin and the last one ends, and the longest length. All layers of a chunk ask alike."""
     marks = (*starts, end)
     return torch.tensor(marks, dtype=torch.int32, device=device), max(b - a for a, b in pairwise(marks))
-
-
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    marks, longest = _marks(starts, q.shape[2], q.device)
-    out, lse, *_ = aten._flash_attention_forward(
-        *(_flat(x) for x in (q, k, v)), marks, marks, longest, longest, 0.0, **flash_mask(True, spec.window),
-        return_debug_mask=False, scale=spec.scale,
-    )  # fmt: skip
-    return _unflat(out), lse.view(1, q.shape[1], q.shape[2])
-
-
-def _flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: tuple[int, ...],
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    marks, longest = _marks(starts, q.shape[2], q.device)
-    rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    none = torch.empty(0, device=q.device)
-    grads = aten._flash_attention_backward(
-        *(_flat(x) for x in (dout, q, k, v, out)), lse[0].contiguous(), marks, marks, longest, longest, 0.0,
-        **flash_mask(True, spec.window), rng_state=rng, unused=none, scale=spec.scale,
-    )  # fmt: skip
-    dq, dk, dv = (_unflat(g) for g in grads)
-    return dq, dk, dv
 
 
 def _flat(x_1HTD: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class SparsePast(Protocol):
     def own_page_means(self) -> Tensor | None:
         """Where those of this chunk go; None if they are there, or nobody will read its pages."""
 
-    def set_selection(self, chosen_BNC: Tensor, follows: bool) -> None:
+    def set_selection(self, chosen_BNC: Tensor, reads_in_place: bool) -> None:
         """This is the chunk's choice, in this pass and the next; its pages may set out. `follows`: we read pages at any
         distance from `base`; otherwise they are brought together in it."""
 

@@ -35,10 +35,10 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
     found: Choices = {}
     remember = SparseLayerPast.set_selection
 
-    def spy(past: SparseLayerPast, chosen_BNC: Tensor, follows: bool) -> None:
+    def spy(past: SparseLayerPast, chosen_BNC: Tensor, reads_in_place: bool) -> None:
         assert (past.layer, past.length) not in found, "chosen twice"
         found[past.layer, past.length] = chosen_BNC.clone()
-        remember(past, chosen_BNC, follows)
+        remember(past, chosen_BNC, reads_in_place)
 
     monkeypatch.setattr(SparseLayerPast, "set_selection", spy)
     return found

@@ -180,7 +180,7 @@ def test_hundreds_of_shares_arrive(gpu_tokens: int) -> None:
     share = torch.randn(1, 1, size, 1024).to(torch.bfloat16)
     for start in range(num_chunks * size, 0, -size):
         past = store.past(0, start, start + size)
-        past.set_selection(torch.zeros(1, 1, 1, dtype=torch.int32), follows=False)
+        past.set_selection(torch.zeros(1, 1, 1, dtype=torch.int32), reads_in_place=False)
         with past.grads() as view:
             first = view.base[int(view.offsets_P[0]) :][: size * view.row_size].view(1, 1, size, view.row_size)
             if not view.touched_BP[0, 0]:

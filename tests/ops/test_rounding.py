@@ -99,7 +99,7 @@ def test_rounding_repeats_with_the_seed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_large_sums_are_made_piece_by_piece(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounding, "PIECE", 100)
+    monkeypatch.setattr(rounding, "BLOCK_SIZE", 100)
     total, share = torch.randn(37, 29).to(torch.bfloat16), torch.randn(37, 29)
     if transposed:
         total, share = total.t().contiguous().t(), share.t().contiguous().t()

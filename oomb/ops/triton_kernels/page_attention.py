@@ -33,8 +33,9 @@ def query_positions(T, D, Dv, TILE_Q: tl.constexpr, TILE_D: tl.constexpr, TILE_V
 @triton.jit
 def score_page_tile(
     i, q_tile, base, places, chosen, D, Dv, length, num_chosen, scale_log2, row_stride, head_stride, value_at,
-    value_stride, GROUP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    value_stride, GROUP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return base-2 scores, K and V of the i-th piece of the selected pages, and with GAPS which of its tokens exist.
 
@@ -86,7 +87,7 @@ def forward_kernel(
     total = tl.full([TILE_Q], 1.0, tl.float32)
     # One loop over pages and their pieces, so that loads of the next pages overlap with this one's computation.
     for i in tl.range(0, num_chosen * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
-        scores, k_tile, v_tile, inside = score_page_tile(
+        scores, _, v_tile, inside = score_page_tile(
             i, q_tile, base, places, chosen, D, Dv, length, num_chosen, scale_log2, row_stride, head_stride, value_at,
             value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED, PRECISION,
         )  # fmt: skip
