@@ -1,4 +1,4 @@
-"""A page in headless Chromium: what the browser says of it, and a picture of it. For tests of the report and docs."""
+"""Open a page in headless Chromium and take a screenshot; for finetune.py and the tests of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TALLEST = 12_000
-"""Pixels of the window that a page is photographed in; what it leaves empty is cut off."""
+"""Window height of a screenshot in pixels; the empty rest is cropped."""
 
 
 def find_browser() -> str | None:
@@ -18,12 +18,12 @@ def find_browser() -> str | None:
 
 
 def browse(page: Path, profile: Path, *flags: str) -> tuple[str, str]:
-    """(standard output, messages of the page's console)."""
+    """Return standard output and the messages of the page's console."""
     browser = find_browser()
     if browser is None:
-        raise ValueError(f"no browser: none of {', '.join(NAMES)} is on PATH")
+        raise ValueError(f"no browser found: install one of {', '.join(NAMES)}")
     quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
-    # Without a display server, a sandbox of its own or a network: as in a container.
+    # Works in a container: no display server, no browser sandbox, no network.
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *quiet]
     command += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", "--hide-scrollbars", *flags]
     done = subprocess.run([*command, page.absolute().as_uri()], capture_output=True, text=True, timeout=120)
@@ -32,8 +32,10 @@ def browse(page: Path, profile: Path, *flags: str) -> tuple[str, str]:
 
 
 def picture(page: Path, path: Path, *, width: int = 1120, without: tuple[str, ...] = ()) -> tuple[int, int]:
-    """Draws a page into a PNG, in light colours, as tall as it is; returns its width and height. Sections whose heading
-    has one of the ids in `without` are left out."""
+    """Write a screenshot of a whole page in light colors to a PNG and return its width and height.
+
+    Sections whose heading id is in `without` are left out.
+    """
     import numpy as np
     from matplotlib import image
 
@@ -50,11 +52,11 @@ def picture(page: Path, path: Path, *, width: int = 1120, without: tuple[str, ..
         flags = (f"--screenshot={shot}", f"--window-size={width},{TALLEST}", "--blink-settings=preferredColorScheme=1")
         browse(copy, Path(folder, "profile"), *flags)
         pixels = image.imread(shot)
-    # The last row is paper, unless the page is taller than the window.
+    # The last row is background unless the page is taller than the window.
     inked = np.flatnonzero(np.abs(pixels - pixels[-1, 0]).max(axis=(1, 2)) > 0.02)
     if inked.size == 0 or inked[-1] == len(pixels) - 1:
         what = "empty" if inked.size == 0 else f"taller than {TALLEST:,} pixels"
-        raise ValueError(f"{page} is {what}, so there is no picture of it")
+        raise ValueError(f"cannot take a screenshot of {page}: it is {what}")
     kept = pixels[: inked[-1] + 25]
     path.parent.mkdir(parents=True, exist_ok=True)
     image.imsave(path, kept)

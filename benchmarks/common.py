@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,29 @@ def seconds(row: dict[str, Any]) -> float:
 def term_bytes(row: dict[str, Any], name: str) -> int:
     """Return the bytes that the forecast of a plan_check.py step has under `name`, in both tiers."""
     return sum(term["num_bytes"] for term in row.get("terms") or () if term["name"] == name)
+
+
+def markdown_table(
+    columns: dict[str, Callable[[Any], str]], rows: Sequence[Any], left: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a Markdown table.
+
+    Args:
+        columns: Heading of each column, and what it shows of a row. Spaces around a heading keep equal ones apart.
+        rows: Rows of any type. Of a dict with a "problem", the table shows the context and the problem only.
+        left: Columns to align left.
+    """
+    lines = [
+        f"| {' | '.join(name.strip() for name in columns)} |",
+        f"|{''.join('---|' if name in left else '---:|' for name in columns)}",
+    ]
+    for row in rows:
+        if isinstance(row, dict) and row.get("problem") is not None:
+            cells = [f"{row['context']:,}", row["problem"], *[""] * (len(columns) - 2)]
+        else:
+            cells = [show(row) for show in columns.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 class Log:

@@ -1,15 +1,14 @@
-"""Time and memory of a step over the context, from files that plan_check.py wrote: a table, a picture, and a JSON of
-what they show beside it.
+"""Plot time and memory of a step over the context, from files of plan_check.py.
 
     python benchmarks/plan_check.py --cases lora-8bit --places host-brim --optimizer adamw \\
         --contexts 64K,128K,256K,512K,1M,2M --out benchmarks/results/curve_host.json       # about 12 minutes, H200
     python benchmarks/plan_check.py --cases lora-8bit --places brim --optimizer adamw \\
         --contexts 4M --out benchmarks/results/curve_brim.json                             # about 15 minutes
-    python benchmarks/curve.py                  # or: curve.py FILE FILE ... --out PICTURE
+    python benchmarks/curve.py                  # or: curve.py FILE FILE ... --out PLOT
 
-Exit code 1 if GPU memory grows by more than was asked for where all pages lie on the host. Counted from where the
-staging buffers have reached their size: they hold as many pages as a chunk can choose, or all there are if those are
-fewer. What it is up to there is said beside it.
+Prints a table and writes curve.png and its numbers in curve.json. Exit code 1 if GPU memory grows faster than the
+target with all pages on the host. Growth counts from the context at which the staging buffers reach their full size,
+which is the number of pages a chunk can select; growth below that context is reported separately.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from oomb.utils.units import short_tokens
 
 FILES = [OUT / "curve_host.json", OUT / "curve_brim.json"]
 ASKED = 5.0
-"""MB of GPU memory per 10,000 tokens, at the most."""
+"""Target: at most this many MB of GPU memory per 10,000 tokens."""
 OFFLOADED = ("host", "host-brim")
-"""Places where no page is on the GPU."""
+"""Places that keep no page on the GPU."""
 STYLES = {
     "host-brim": ("all pages on the host", "tab:blue", "o"),
-    "host": ("all pages on the host, as many as the plan allows", "tab:green", "^"),
-    "brim": ("as many on the GPU as fit, the rest on the host", "tab:orange", "s"),
+    "host": ("all pages on the host, within the default limit", "tab:green", "^"),
+    "brim": ("as many pages on the GPU as fit, the rest on the host", "tab:orange", "s"),
     "gpu": ("all pages on the GPU", "tab:red", "D"),
 }
-"""By place: what it is called, its colour and its marker."""
+"""Label, color and marker of each place."""
 SETTLED = 0.95
-"""Staging buffers of so much of those at the longest context have reached their size."""
+"""Staging buffers have reached their full size at this fraction of the size at the longest context."""
 KIND = ("model", "case", "optimizer", "layers")
-"""What all points of a curve have in common. `layers`: of a rehearsal."""
+"""What all points of a curve must share. `layers` is set by rehearsals only."""
 
 
 def style(place: str) -> tuple[str, str | None, str]:
@@ -48,7 +47,7 @@ def style(place: str) -> tuple[str, str | None, str]:
 
 
 def read(paths: list[Path]) -> list[dict[str, Any]]:
-    """Rows of all files, those that were measured, by place and context; each says which model and file it is of."""
+    """Return the measured rows of all files by place and context, each with its model and file."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for path in paths:
         report = json.loads(path.read_text())
@@ -59,29 +58,28 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
             other = rows.setdefault((row["place"], row["context"]), row)
             if other is not row:
                 raise ValueError(
-                    f"{row['place']} at {row['context']:,} tokens is in {other['file']} and in {row['file']}; name the "
-                    "files whose points are meant"
+                    f"{row['place']} at {row['context']:,} tokens is in {other['file']} and in {row['file']}: pass "
+                    "only one of them"
                 )
     if not rows:
-        raise ValueError(f"no step was measured in {', '.join(map(str, paths))}; no curve")
+        raise ValueError(f"there is no measured step in {', '.join(map(str, paths))}")
     if len(ways := {row["place"] for row in rows.values() if row["place"] in OFFLOADED}) > 1:
         raise ValueError(
-            f"all pages are on the host in {len(ways)} ways ({', '.join(sorted(ways))}), which is no curve"
+            f"the files put all pages on the host in {len(ways)} ways ({', '.join(sorted(ways))}): pass files of one"
         )
     kinds = {tuple(row[name] for name in KIND) for row in rows.values()}
     if len(kinds) > 1:
-        raise ValueError(f"these files are of different steps ({', '.join(KIND)}), no curve: {sorted(kinds, key=str)}")
+        raise ValueError(f"the files differ in {', '.join(KIND)}: {sorted(kinds, key=str)}")
     return sorted(rows.values(), key=lambda row: (row["place"] not in OFFLOADED, row["place"], row["context"]))
 
 
 def offloaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those with all pages on the host, the shortest context first."""
+    """Return the rows with all pages on the host, shortest context first."""
     return sorted((row for row in rows if row["place"] in OFFLOADED), key=lambda row: row["context"])
 
 
 def settled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of them from which growth is counted: their staging buffers are nearly as large as at the longest context.
-    All, if there would be too few."""
+    """Return the offloaded rows that growth is counted from; see `SETTLED`. All of them if there are too few."""
     mine = offloaded(rows)
     staged = [term_bytes(row, "staging buffers") for row in mine]
     large = [row for row, num_bytes in zip(mine, staged, strict=True) if num_bytes >= SETTLED * staged[-1]]
@@ -89,13 +87,13 @@ def settled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unsettled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those up to there, its first among them."""
+    """Return the offloaded rows up to the first settled one."""
     mine, counted = offloaded(rows), settled(rows)
     return mine[: len(mine) - len(counted) + 1]
 
 
 def growth(rows: list[dict[str, Any]]) -> float | None:
-    """MB of GPU memory per 10,000 tokens, from the shortest of these contexts to the longest."""
+    """Return MB of GPU memory per 10,000 tokens, from the shortest of these contexts to the longest."""
     if len(rows) < 2:
         return None
     tokens = rows[-1]["context"] - rows[0]["context"]
@@ -104,8 +102,8 @@ def growth(rows: list[dict[str, Any]]) -> float | None:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     layers = rows[0]["layers"]
-    shown = Table(title="a step over the context" + ("" if layers is None else f", a rehearsal with {layers} layers"))
-    for name in ("context", "pages", "time", "ms per 1,000 tokens", "of it optimizer", "GPU", "host"):
+    shown = Table(title="one step by context" + ("" if layers is None else f", a rehearsal with {layers} layers"))
+    for name in ("context", "pages", "time", "ms per 1,000 tokens", "optimizer", "GPU", "host"):
         shown.add_column(name, justify="left" if name == "pages" else "right")
     for row in rows:
         shown.add_row(
@@ -121,7 +119,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time per token, GPU memory and host memory, one below the other."""
+    """Plot time per token, GPU memory and host memory in three panels."""
     figure = new_figure(7, 8)
     panels = figure.subplots(3, 1, sharex=True)
     for place in dict.fromkeys(row["place"] for row in rows):
@@ -142,13 +140,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     contexts = sorted({row["context"] for row in rows})
     panels[-1].set_xscale("log", base=2)
     panels[-1].set_xticks(contexts, [short_tokens(n) for n in contexts])
-    panels[-1].set_xlabel("tokens of context")
+    panels[-1].set_xlabel("context, tokens")
     panels[0].legend(frameon=False, loc="lower right")
     save_figure(figure, path)
 
 
 def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
-    """What is drawn, in numbers."""
+    """Return the plotted numbers."""
     counted = settled(rows)
     grown = growth(counted)
     return {
@@ -182,31 +180,31 @@ def record(rows: list[dict[str, Any]], paths: list[Path]) -> dict[str, Any]:
 
 
 def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="What plan_check.py wrote.")] = None,
-    out: Annotated[Path, typer.Option(help="The picture; its numbers go beside it, in .json.")] = OUT / "curve.png",
+    files: Annotated[list[Path] | None, typer.Argument(help="Files written by plan_check.py.")] = None,
+    out: Annotated[Path, typer.Option(help="The plot; its numbers go to .json.")] = OUT / "curve.png",
 ) -> None:
     console = Console(width=120)
     paths, numbers = files or FILES, out.with_suffix(".json")
     try:
         if numbers.resolve() in [path.resolve() for path in paths]:
-            raise ValueError(f"{numbers} is one of the files that are read; name another picture with --out")
+            raise ValueError(f"{numbers} is one of the input files: pass another --out")
         rows = read(paths)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     console.print(table(rows))
     counted, before = settled(rows), unsettled(rows)
-    grown, sooner = growth(counted), growth(before)
+    grown, earlier = growth(counted), growth(before)
     if grown is not None:
         verdict = "met" if grown <= ASKED else "NOT MET"
         console.print(
             f"GPU memory per 10,000 tokens, all pages on the host, from {counted[0]['context']:,} to "
-            f"{counted[-1]['context']:,} tokens: {grown:.2f} MB, asked for {ASKED}: {verdict}"
+            f"{counted[-1]['context']:,} tokens: {grown:.2f} MB, target {ASKED}: {verdict}"
         )
-    if sooner is not None:
-        console.print(f"from {before[0]['context']:,} on, while staging buffers grow: {sooner:.2f} MB")
+    if earlier is not None:
+        console.print(f"from {before[0]['context']:,} on, while staging buffers grow: {earlier:.2f} MB")
     plot(rows, out)
     save(record(rows, paths), numbers)
-    console.print(f"drawn in {out}, in numbers in {numbers}")
+    console.print(f"written to {out} and {numbers}")
     raise typer.Exit(0 if grown is None or grown <= ASKED else 1)
 
 

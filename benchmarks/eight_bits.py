@@ -1,13 +1,12 @@
-"""How well pages in 8 bits keep the gradient: K and V, and their gradients, against pages in bfloat16.
+"""Measure how close gradients with int8 pages are to those with bfloat16 pages.
 
     python benchmarks/eight_bits.py smollm2              # real weights and text, 16 chunks; a minute on an H200
-    python benchmarks/eight_bits.py qwen2.5-7b           # its shape, random weights and tokens, 64K: some two minutes
-    python benchmarks/eight_bits.py qwen2.5-7b --stds 0.02,0.008    # random weights of several standard deviations
+    python benchmarks/eight_bits.py qwen2.5-7b           # random weights and tokens, 64K; about two minutes
+    python benchmarks/eight_bits.py qwen2.5-7b --stds 0.02,0.008    # random weights with several standard deviations
 
-Dense attention, and for the large model attention to chosen pages as well. Beside it stands what bfloat16 pages do to
-themselves: the same step again (kernels that do not repeat bit for bit) and, for the small model, float32 pages.
-Prints a table and writes a JSON, anew after each standard deviation. Ends with exit code 1 if a cosine is below what is
-asked for.
+Covers dense attention, and for the large model sparse attention as well. For comparison it repeats the bfloat16 step
+(some kernels are not deterministic) and, for the small model, uses float32 pages. Prints a table and writes
+eight_bits_MODEL.json after each standard deviation. Exit code 1 if a cosine misses its target.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 WIDE = {"float32": {"kv_dtype": "float32", "grad_dtype": "float32"}}
 ASKED = {"K and V in int8": 0.999, "all in int8": 0.995}
-"""The least cosine with the gradient of bfloat16 pages."""
+"""Targets: smallest cosine with the gradients of bfloat16 pages."""
 SPARE = 1.05
-"""A step that has other gradients beside it is given so many times what it took without them."""
+"""Safety factor for the memory of a step while reference gradients are on the GPU."""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One variant on one text."""
+    """Results of one variant on one text."""
 
     text: str
     attention: str
@@ -61,16 +60,16 @@ class Row:
     loss: float
     loss_difference: float
     std: float | None = None
-    """Of the random weights, where it was asked for."""
+    """Standard deviation of the random weights, if --stds sets one."""
 
     @property
     def is_right(self) -> bool:
-        # Written so that NaN counts as wrong.
+        # NaN compares as false, so it counts as wrong.
         return self.cosine >= ASKED.get(self.variant, -1.0)
 
     @property
     def goal(self) -> str:
-        """What is asked of it, and whether it is reached."""
+        """The target and whether it is reached."""
         if self.variant not in ASKED:
             return ""
         return f"{ASKED[self.variant]}: {'reached' if self.is_right else 'NOT REACHED'}"
@@ -79,12 +78,12 @@ class Row:
 def parse_std(text: str) -> float:
     std = float(text)
     if not 0 < std < math.inf:
-        raise ValueError(f"--stds {text.strip()}: a standard deviation is a number above 0, as in 0.02")
+        raise ValueError(f"--stds has {text.strip()}; a standard deviation is a number above 0, such as 0.02")
     return std
 
 
 def random_network(model: str, std: float | None, device: str) -> Any:
-    """A preset; its layers draw their weights with the deviation that its config names."""
+    """Return a preset with random weights of that standard deviation."""
     torch.manual_seed(0)
     if std is None:
         return load_model(model, device=device).train()
@@ -94,8 +93,10 @@ def random_network(model: str, std: float | None, device: str) -> Any:
 
 
 def reference_gradient(network: Any, ids: Tensor, config: Config) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients. These stay on the GPU if such a step fits beside them: with 7 billion parameters, fetching
-    them from the CPU for every variant is 15 GB each time."""
+    """Return loss and gradients, and keep them on the GPU if another step fits as well.
+
+    With 7 billion parameters, copying them from the CPU for every variant would be 15 GB each time.
+    """
     device = next(network.parameters()).device
     if device.type != "cuda":
         return fidelity.gradient(network, ids, config)
@@ -108,7 +109,7 @@ def reference_gradient(network: Any, ids: Tensor, config: Config) -> tuple[float
 
 
 def kept(grads: dict[str, Tensor], needed_bytes: int, free_bytes: int) -> dict[str, Tensor]:
-    """Where they are, if what is needed is free beside them, or on the CPU."""
+    """Return the gradients on the GPU if a step still fits, else on the CPU."""
     if SPARE * needed_bytes <= free_bytes:
         return grads
     return {name: grad.cpu() for name, grad in grads.items()}
@@ -146,8 +147,8 @@ def measure(
 
 def table(rows: Sequence[Row], title: str) -> Table:
     shown = Table(title=title)
-    left, right = ("text", "attention", "pages", "asked for"), ("chunks", "cosine", "error", "cosine of q, k")
-    for column in (*left[:3], *right[:2], left[3], *right[2:], "loss, more"):
+    left, right = ("text", "attention", "pages", "target"), ("chunks", "cosine", "error", "cosine of q, k")
+    for column in (*left[:3], *right[:2], left[3], *right[2:], "loss difference"):
         shown.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         shown.add_row(
@@ -165,16 +166,18 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="smollm2, or a preset with random weights, as in qwen2.5-7b.")],
-    tokens: Annotated[str, typer.Option(help="Tokens of a text. Default: 8192; of a preset 64K.")] = "",
-    chunk_size: Annotated[int | None, typer.Option(help="Default: 512; of a preset 4096.")] = None,
+    model: Annotated[str, typer.Argument(help="smollm2, or a preset with random weights, such as qwen2.5-7b.")],
+    tokens: Annotated[str, typer.Option(help="Tokens of a text. Default: 8192, or 64K for a preset.")] = "",
+    chunk_size: Annotated[int | None, typer.Option(help="Tokens per chunk. Default: 512; 4096 for a preset.")] = None,
     stds: Annotated[
-        str, typer.Option(help="Standard deviations of a preset's weights, as in 0.02,0.008. Default: its own.")
+        str, typer.Option(help="Standard deviations of a preset's weights, for example 0.02,0.008. Default: its own.")
     ] = "",
     samples: Annotated[int, typer.Option(help="Texts of each kind, for smollm2.")] = 1,
     gguf: Gguf = None,
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Default: benchmarks/results/eight_bits_MODEL.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output file. Default: benchmarks/results/eight_bits_MODEL.json.")
+    ] = None,
 ) -> None:
     log = Log(width=160)
     is_small = model == "smollm2"
@@ -186,7 +189,7 @@ def main(
     try:
         if stds:
             if not is_preset(model) or is_small:
-                raise ValueError(f"--stds is for random weights, and {model} has its own; name a preset, or leave it")
+                raise ValueError(f"--stds needs random weights, and {model} has its own: use a preset or leave it out")
             deviations = [*parse_list(stds, parse_std)]
         if is_small:
             torch.set_float32_matmul_precision("highest")
@@ -207,7 +210,7 @@ def main(
     rows: list[Row] = []
     for index, std in enumerate(deviations):
         if index:
-            # Two models need not fit the GPU.
+            # Two models may not fit on the GPU.
             del network
             gc.collect()
             torch.cuda.empty_cache()
@@ -223,7 +226,7 @@ def main(
             "machine": metrics.machine(),
         }
         save(record, path)
-    log.console.print(table(rows, f"{model}, {length:,} tokens: the gradient against that of bfloat16 pages"))
+    log.console.print(table(rows, f"{model}, {length:,} tokens: gradients compared with those of bfloat16 pages"))
     log.console.print(f"written to {path} after {log.seconds:.0f} s")
     raise typer.Exit(0 if is_right else 1)
 

@@ -1,7 +1,9 @@
-"""The README's figures for exact attention, one JSON per case under benchmarks/results/.
+"""Measure time and memory of exact training steps, with oomb and with standard training.
 
-python benchmarks/exact.py                 # all cases: about eight minutes on an H200
-python benchmarks/exact.py standard lora   # some of them
+    python benchmarks/exact.py                 # all cases: about eight minutes on an H200
+    python benchmarks/exact.py standard lora   # some of them
+
+Writes exact_qwen2.5-7b_CASE.json for each case; the README's first table comes from "standard".
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ CASES: dict[str, tuple[list[int], tuple[str, ...], dict[str, Any]]] = {
 
 def main(
     cases: Annotated[
-        list[str] | None, typer.Argument(help=f"Some of {', '.join(CASES)}; all if none is named.")
+        list[str] | None, typer.Argument(help=f"Cases to run, of {', '.join(CASES)}. Default: all.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where to write.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Output folder.")] = OUT,
 ) -> None:
     log = Log(width=130)
     for case in cases or CASES:

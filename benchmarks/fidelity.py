@@ -1,17 +1,16 @@
-"""How well training with chosen pages keeps the gradient of dense training: SmolLM2-135M on real text.
+"""Measure how close gradients of sparse attention are to dense ones: SmolLM2-135M on real text.
 
     python benchmarks/fidelity.py                    # about 90 seconds on an H200
     python benchmarks/fidelity.py --tokens 2048 --samples 1 --rules mass --budgets 8    # to try it on a CPU
-    python benchmarks/fidelity.py --summaries float8    # pages are chosen by means in 8 bits, as in 16-bit models
+    python benchmarks/fidelity.py --summaries float8    # page means in float8, as in 16-bit models
 
-The engine with a budget of pages against the same engine without one, in float32: cosine and relative error of the
-gradient of all parameters, cosine of that of attention's q and k weights, difference of the loss. The weights are 4-bit
-weights of the Instruct model, dequantised (benchmarks/smollm2.py says where to get them). The source is that of modules
-of the standard library, the prose is the language reference that comes with Python: both are on every machine, and
-differ a little from one version of Python to the next. `--prose FILE` takes other prose.
+Compares the engine with a page budget to the same engine without one, in float32: cosine and relative error of all
+parameter gradients, cosine of those of attention's q and k weights, and the difference of the loss. smollm2.py says
+where the weights come from. The texts are modules of the standard library and the language reference that comes with
+Python, so every machine has them, with small differences between versions. `--prose FILE` reads other prose.
 
-Prints a table, writes a JSON and a picture beside it. Ends with exit code 1 if a budget that covers every page does not
-give the dense gradient, or if the cosine is below what is asked for.
+Prints a table and writes fidelity_smollm2.json (or fidelity_smollm2_float8.json) with a plot. Exit code 1 if a budget
+that covers every page does not give the dense gradient, or if a cosine misses its target.
 """
 
 from __future__ import annotations
@@ -42,25 +41,26 @@ from oomb.utils.units import parse_list
 
 SOURCE, PROSE = "source", "prose"
 MODULES = (("argparse",), ("textwrap", "shlex", "string", "bisect", "configparser"), ("tarfile",))
-"""A sample of source is the start of these, one after the other."""
+"""Modules whose source makes up each sample."""
 MEASURES = ("cosine", "error", "qk_cosine", "loss_difference")
 ASKED_TOKENS = 8192
 ASKED = (("mass", 16, SOURCE, 0.965), ("mass", 8, SOURCE, 0.93), ("mass", 8, PROSE, 0.90))
-"""Rule, budget, kind of text and the least cosine, at so many tokens."""
+"""Targets at that number of tokens: rule, budget, kind of text and smallest cosine."""
 MOST_ERROR = 1e-4
-"""Of the gradient and of the loss, relative, where every page is read: some twenty times float32's rounding there."""
+"""Largest relative error of gradient and loss if every page is read: about twenty times float32's rounding error."""
 FUSE = "off"
-"""Forty steps of a small model are over before compiling its layers would be."""
+"""Compiling would take longer than the forty steps of this small model."""
 COLORS = {"mass": "tab:blue", "paper": "tab:orange"}
 LINES = {SOURCE: "-", PROSE: "--"}
 SUMMARIES = {"float32": torch.float32, "float8": torch.float8_e4m3fn}
-"""What the means of keys are stored in by which pages are chosen: as the model computes, or as where it computes in 16
-bits."""
+"""Precision of the page means: that of the model, or the one used in 16-bit models."""
 OUTS = {name: OUT / f"fidelity_smollm2{end}.json" for name, end in zip(SUMMARIES, ("", "_float8"))}
 
 
 @dataclass(frozen=True)
 class Text:
+    """A tokenized sample of source or prose."""
+
     kind: str
     name: str
     ids: Tensor
@@ -71,13 +71,13 @@ class Text:
 
 @dataclass(kw_only=True)
 class Row:
-    """A rule with a budget on one kind of text, sample by sample."""
+    """Results of a rule and budget on one kind of text."""
 
     rule: str
     budget: int
     kind: str
     reads_all: bool
-    """The budget covers every page: to be dense to rounding."""
+    """The budget covers every page, so gradients must be dense except for rounding."""
     samples: list[dict[str, float]] = field(default_factory=list)
 
     def mean(self, measure: str) -> float:
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def is_dense(self) -> bool:
-        # Written so that NaN, which compares as false, counts as wrong.
+        # NaN compares as false, so it counts as wrong.
         return all(
             s["error"] <= MOST_ERROR and abs(s["loss_difference"]) <= MOST_ERROR * s["loss"] for s in self.samples
         )
@@ -99,11 +99,11 @@ def source(sample: int) -> str:
 
 
 def python_prose() -> str:
-    """The paragraphs of Python's language reference that are sentences: no code, no headings, nothing twice."""
+    """Return the paragraphs of Python's language reference that are prose, without duplicates."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ValueError("this Python comes without its language reference; name some prose with --prose") from None
+        raise ValueError("this Python has no language reference: pass a text file as --prose") from None
     paragraphs: dict[str, None] = {}
     for topic in sorted(topics):
         for paragraph in re.split(r"\n\s*\n", topics[topic]):
@@ -114,9 +114,9 @@ def python_prose() -> str:
 
 
 def read_texts(tokenizer: Any, num_tokens: int, num_samples: int, prose_file: Path | None) -> list[Text]:
-    """Samples of both kinds, `num_tokens` each; those of prose follow one another in one text."""
+    """Return samples of both kinds with `num_tokens` each. Prose samples are consecutive parts of one text."""
     if not 1 <= num_samples <= len(MODULES):
-        raise ValueError(f"--samples {num_samples}: there are 1 to {len(MODULES)} of each kind")
+        raise ValueError(f"--samples is {num_samples}; it must be between 1 and {len(MODULES)}")
     prose = python_prose() if prose_file is None else prose_file.read_text(encoding="utf-8")
     prose_name = "Python's language reference" if prose_file is None else prose_file.name
     encoded = [(SOURCE, ", ".join(MODULES[i]), source(i), 0) for i in range(num_samples)]
@@ -126,15 +126,15 @@ def read_texts(tokenizer: Any, num_tokens: int, num_samples: int, prose_file: Pa
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"][:, start:]
         if ids.shape[1] < num_tokens:
             raise ValueError(
-                f"{name}: {ids.shape[1]} tokens from token {start} on, and {num_tokens} are needed; take fewer with "
-                "--tokens or --samples, or a longer text with --prose"
+                f"{name} has {ids.shape[1]} tokens from token {start} on, but a sample needs {num_tokens}: lower "
+                "--tokens or --samples, or pass a longer text as --prose"
             )
         texts.append(Text(kind, name, ids[:, :num_tokens]))
     return texts
 
 
 def store_summaries(engine: Engine, dtype: torch.dtype) -> None:
-    """Has the engine store them so. It is no setting: the engine takes what suits the precision of the model."""
+    """Make the engine store page means in `dtype`. It has no setting for this: it follows the model's precision."""
     allocator: Any = engine.allocator
     selection_spec = allocator._selection_spec
 
@@ -148,7 +148,7 @@ def store_summaries(engine: Engine, dtype: torch.dtype) -> None:
 def gradient(
     network: nn.Module, ids: Tensor, config: Config, summaries: torch.dtype | None = None
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by the engine, with summaries of pages in a given precision or as it decides."""
+    """Return the engine's loss and gradients, with page means in a given precision or the engine's choice."""
     network.zero_grad(set_to_none=True)
     engine = Engine(network, config)
     if summaries is not None:
@@ -162,7 +162,7 @@ def gradient(
 
 
 def compare(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Of all parameters as one vector: its cosine with the reference and its relative error; cosine of q and k."""
+    """Return cosine and relative error over all parameters, and the cosine over q and k weights."""
 
     def dot(a: Tensor, b: Tensor) -> Tensor:
         return (a * b).sum(dtype=torch.float64)
@@ -196,9 +196,9 @@ def measure(
     summaries: str = "float32",
     on_sample: Callable[[str], None] = lambda message: None,
 ) -> list[Row]:
-    """Every rule with every budget, and "mass" with all pages, against dense training on the same text."""
+    """Compare every rule and budget, and "mass" with all pages, with dense training on the same text."""
     shape = {"chunk_size": chunk_size, "page_size": page_size, "fuse": FUSE}
-    # Only whole chunks are ever behind a query.
+    # Past pages are those of complete chunks.
     all_pages = (max(text.ids.shape[1] for text in texts) - 1) // chunk_size * chunk_size // page_size
     settings = [*product(rules, budgets), ("mass", all_pages)]
     rows = [
@@ -222,7 +222,7 @@ def measure(
 
 
 def asked(rows: Sequence[Row], num_tokens: int) -> list[dict[str, Any]]:
-    """What is asked for, and whether it is reached; None where that was not measured."""
+    """Return all targets and whether they are reached; None for those that were not measured."""
     answers: list[dict[str, Any]] = []
     for rule, budget, kind, at_least in ASKED:
         found = [row.mean("cosine") for row in rows if (row.rule, row.budget, row.kind) == (rule, budget, kind)]
@@ -238,12 +238,12 @@ def is_right(rows: Sequence[Row], answers: Sequence[dict[str, Any]]) -> bool:
 
 
 def name_of(row: Row) -> str:
-    return f"{row.rule}, everything" if row.reads_all else f"{row.rule}, {row.budget}"
+    return f"{row.rule}, all pages" if row.reads_all else f"{row.rule}, {row.budget}"
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
     shown = Table(title=title)
-    for column in ("text", "rule, pages", "cosine", "lowest", "error", "cosine of q, k", "loss, more"):
+    for column in ("text", "rule, pages", "cosine", "lowest", "error", "cosine of q, k", "loss difference"):
         shown.add_column(column, justify="left" if column in ("text", "rule, pages") else "right")
     for row in rows:
         wrong = " WRONG: not dense" if row.reads_all and not row.is_dense else ""
@@ -261,7 +261,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Cosine against budget, a line for each rule and kind of text."""
+    """Plot cosine over budget, with a line for each rule and kind of text."""
     settings = record["settings"]
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
@@ -281,7 +281,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     ticks = sorted({row["budget"] for rows in lines.values() for row in rows})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_title(f"{record['model']}, {settings['tokens']:,} tokens")
-    axes.set_xlabel(f"pages of {settings['page_size']} tokens that a tile reads, beside its own chunk")
+    axes.set_xlabel(f"pages of {settings['page_size']} tokens that a query tile reads, besides its own chunk")
     axes.set_ylabel("cosine with the dense gradient")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -292,27 +292,25 @@ def draw(record: dict[str, Any], out: Path, log: Log) -> None:
     try:
         plot(record, out.with_suffix(".png"))
     except ImportError:
-        log.console.print(f"no picture without matplotlib: pip install matplotlib, then --redraw --out {out}")
+        log.console.print(f"the plot needs matplotlib: pip install matplotlib, then run with --redraw --out {out}")
     else:
-        log.console.print(f"drawn in {out.with_suffix('.png')}")
+        log.console.print(f"written to {out.with_suffix('.png')}")
 
 
 def main(
-    tokens: Annotated[int, typer.Option(help="Tokens of a sample; the model was made for 8192.")] = ASKED_TOKENS,
+    tokens: Annotated[int, typer.Option(help="Tokens of a sample; the model was trained for 8192.")] = ASKED_TOKENS,
     samples: Annotated[int, typer.Option(help=f"Samples of each kind of text, up to {len(MODULES)}.")] = 2,
-    rules: Annotated[str, typer.Option(help=f"Some of {','.join(MEANS_OF_RULE)}.")] = "mass,paper",
-    budgets: Annotated[str, typer.Option(help="Numbers of pages.")] = "4,8,16,32",
-    chunk_size: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
-    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 64,
-    summaries: Annotated[
-        str, typer.Option(help=f"How the means that pages are chosen by are stored: {' or '.join(SUMMARIES)}.")
-    ] = "float32",
+    rules: Annotated[str, typer.Option(help=f"Page rules, of {','.join(MEANS_OF_RULE)}.")] = "mass,paper",
+    budgets: Annotated[str, typer.Option(help="Page budgets.")] = "4,8,16,32",
+    chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 512,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 64,
+    summaries: Annotated[str, typer.Option(help=f"Precision of the page means: {' or '.join(SUMMARIES)}.")] = "float32",
     gguf: Gguf = None,
-    prose: Annotated[Path | None, typer.Option(help="Prose; without it, that which comes with Python.")] = None,
+    prose: Annotated[Path | None, typer.Option(help="A text file. Default: Python's language reference.")] = None,
     device: Device = "auto",
-    redraw: Annotated[bool, typer.Option("--redraw", help="Only draw the picture of --out again.")] = False,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Only plot the results in --out again.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help=f"Where to write. Default: {OUTS['float32']}, or {OUTS['float8'].name} there.")
+        Path | None, typer.Option(help=f"Output file. Default: {OUTS['float32']} or {OUTS['float8'].name}.")
     ] = None,
 ) -> None:
     log = Log(width=130)
@@ -321,23 +319,23 @@ def main(
     out = out or OUTS[summaries]
     if redraw:
         return draw(json.loads(out.read_text()), out, log)
-    # Rounded products would be a difference of their own.
+    # TF32 products would add an error of their own.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     shape = {"chunk_size": chunk_size, "page_size": page_size}
     try:
         chosen_rules, chosen_budgets = parse_list(rules, str.strip), parse_list(budgets, int)
-        # What is no rule, no budget or no size is refused before weights are loaded.
+        # Check rules, budgets and sizes before loading the weights.
         for rule, budget in product(chosen_rules, chosen_budgets):
             Config.from_dict({**shape, "page_rule": rule, "page_budget": budget})
         if tokens <= chunk_size:
-            raise ValueError(f"{tokens} tokens are one chunk of {chunk_size}, without a past; take more with --tokens")
+            raise ValueError(f"{tokens} tokens are one chunk of {chunk_size} and have no past: increase --tokens")
         network, tokenizer = smollm2.load(gguf, device)
         texts = read_texts(tokenizer, tokens, samples, prose)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
-    log("weights and texts are loaded")
+    log("loaded weights and texts")
     rows = measure(network, texts, rules=chosen_rules, budgets=chosen_budgets, summaries=summaries, on_sample=log,
                    **shape)  # fmt: skip
     answers = asked(rows, tokens)
@@ -355,10 +353,10 @@ def main(
         "machine": metrics.machine(),
     }
     save(record, out)
-    log.console.print(table(rows, f"SmolLM2-135M, {tokens:,} tokens: the gradient against that of dense training"))
+    log.console.print(table(rows, f"SmolLM2-135M, {tokens:,} tokens: sparse compared with dense gradients"))
     for answer in answers:
-        said = {True: "reached", False: "NOT REACHED", None: "not measured"}[answer["reached"]]
-        log.console.print("{rule}, {budget} pages, {kind}: cosine of {at_least} or more: ".format(**answer) + said)
+        verdict = {True: "reached", False: "NOT REACHED", None: "not measured"}[answer["reached"]]
+        log.console.print("{rule}, {budget} pages, {kind}: target cosine {at_least}: ".format(**answer) + verdict)
     log.console.print(f"written to {out} after {log.seconds:.0f} s")
     draw(record, out, log)
     raise typer.Exit(0 if record["is_right"] else 1)

@@ -1,16 +1,15 @@
-"""A worked example: SmolLM2-135M, made for 8192 tokens, goes on with a code base at 131,072 with `oomb train`.
+"""Fine-tune SmolLM2-135M, trained for 8192 tokens, on a code base at 131,072 tokens with `oomb train`.
 
     python benchmarks/finetune.py --out RUN
-    python benchmarks/finetune.py --out RUN --page-budget 0  # with dense attention: exact gradients, more time
+    python benchmarks/finetune.py --out RUN --page-budget 0  # dense attention: exact gradients, more time
     python benchmarks/finetune.py --picture-from RUN/finetune_smollm2.html --out docs/finetune_smollm2.png
 
-It writes the model as an ordinary folder, its RoPE stretched to the context with YaRN, and the source of Python's
-standard library as another: one document, files in the order of their paths, each after its name, so that what belongs
-together lies within one window. Then it calls the command line, as anyone would, and gathers what came of it: loss on
-held-out text, loss by position and needles found, before training and after, with time and memory.
+It saves the model with its RoPE extended by YaRN, and copies the source of Python's standard library as one document in
+the order of the paths, so that related files share an example. Then it runs the command line and collects loss on
+held-out text, loss by position and needles found, before and after training, with time and memory.
 
-RUN gets four files: a JSON, the page of `oomb report`, the output of the command and its metrics, the last two while it
-runs. Exit code 1 if the loss on held-out text has not fallen. benchmarks/smollm2.py says where the weights come from.
+Writes finetune_smollm2.json to RUN, with the page of `oomb report`, the log and the metrics. Exit code 1 if the loss on
+held-out text has not fallen. smollm2.py says where the weights come from.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from oomb.utils.units import parse_list, parse_tokens
 NAME = "finetune_smollm2"
 TEXT = "python-stdlib"
 NOT_SOURCE = {"encodings", "pydoc_data"}
-"""Of the standard library: tables of characters and the text of help(), a quarter of its tokens and no program."""
+"""Left out of the standard library: character tables and the text of help(), a quarter of its tokens and no code."""
 WHEN = ("before", "after")
 LEFT_OUT = ("text-before-and-after", "settings-and-machine", "steps")
-"""Sections of the page that the picture does without."""
+"""Sections of the page that the screenshot leaves out."""
 
 
 def write_model(source: Path | None, gguf: Path | None, length: int, work: Path) -> tuple[str, dict[str, Any]]:
-    """The model's folder, by its name in `work`, and what is to be said of it."""
+    """Save the model in a folder in `work` and return the folder's name and facts about the model."""
     import smollm2
 
     if source is None:
@@ -57,26 +56,26 @@ def write_model(source: Path | None, gguf: Path | None, length: int, work: Path)
     else:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        name, weights = source.name, "as they are saved"
+        name, weights = source.name, "as saved"
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
     learned = model.config.max_position_embeddings
     rope = smollm2.stretch_rope(model, length)
-    # Never the bare name: that of a preset would mean its shape with random weights.
+    # Not the bare name: if a preset has the same, oomb would use random weights.
     folder = f"{name}-{'unstretched' if rope is None else f'{length >> 10}K'}"
     smollm2.save(model, tokenizer, work / folder)
-    said = {"model": name, "weights": weights, "num_parameters": model.num_parameters()}
-    return folder, said | {"learned_positions": learned, "rope": rope}
+    facts = {"model": name, "weights": weights, "num_parameters": model.num_parameters()}
+    return folder, facts | {"learned_positions": learned, "rope": rope}
 
 
 def write_text(work: Path) -> dict[str, Any]:
-    """Copies the standard library's source to `work`, as a repository to read from beginning to end."""
+    """Copy the standard library's source to `work`, to be read as one repository."""
     files, root = find_documents(STDLIB)
     files = [path for path in files if not NOT_SOURCE & set(path.relative_to(root).parts)]
     for path in files:
         copy = work / TEXT / path.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        # Read and written, not copied: an installation may be read-only, and its times and rights are nobody's matter.
+        # Copy only the bytes: an installation may be read-only.
         copy.write_bytes(path.read_bytes())
     version = ".".join(map(str, sys.version_info[:3]))
     return described(f"the source of Python {version}'s library", files)
@@ -86,11 +85,11 @@ def described(text: str, files: Sequence[Path]) -> dict[str, Any]:
     return {"text": text, "num_files": len(files), "num_bytes": sum(path.stat().st_size for path in files)}
 
 
-def words_of(
+def arguments(
     model: str, dataset: str, *, length: int, steps: int, learning_rate: float, page_budget: int, chunk_size: int,
     held_out: int, needle_lengths: str, needle_haystacks: int, seed: int, device: str,
 ) -> list[str]:  # fmt: skip
-    """What `oomb` is told; docs/finetune.md shows the same."""
+    """Return the command line of `oomb`; docs/finetune.md shows the same one."""
     words = ["train", "--model_name_or_path", model, "--dataset", dataset, "--dataset_join", "repository"]
     words += ["--max_length", str(length), "--max_steps", str(steps), "--learning_rate", f"{learning_rate:g}"]
     words += ["--page_budget", str(page_budget)] if page_budget else []
@@ -102,10 +101,10 @@ def words_of(
 
 
 def call(words: list[str], work: Path, out: Path) -> int:
-    """`oomb` with `words`, in `work`; what it says goes on to the terminal and to the log. Returns its exit code."""
-    # Relative paths would mean something else in `work`.
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    paths = os.pathsep.join([str(ROOT), *(str(Path(path).resolve()) for path in given)])
+    """Run `oomb` in `work`, copy its output to the terminal and the log, and return its exit code."""
+    # Relative paths would not resolve in `work`.
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths = os.pathsep.join([str(ROOT), *(str(Path(path).resolve()) for path in inherited)])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("COLUMNS", "120")
     with (out / f"{NAME}.log").open("a") as log:
@@ -124,7 +123,7 @@ def call(words: list[str], work: Path, out: Path) -> int:
                 print(line, end="", flush=True)
                 log.write(line)
                 log.flush()
-                # A machine that is taken away in the middle leaves what there is.
+                # Keep the metrics so far in case the machine goes away.
                 copy_metrics(work, out)
             return child.wait()
         finally:
@@ -140,8 +139,8 @@ def copy_metrics(work: Path, out: Path) -> None:
         shutil.copyfile(found, out / f"{NAME}_metrics.jsonl")
 
 
-def gathered(run: Run) -> dict[str, Any]:
-    """What the run's metrics say, as plain values."""
+def collect(run: Run) -> dict[str, Any]:
+    """Return the run's metrics as plain values."""
     times = [value for _, value in run.series("step_s")]
     held_out = [loss for _, loss in run.held_out]
     evals = {when: run.evals.get(when, {}) for when in WHEN}
@@ -167,10 +166,10 @@ def gathered(run: Run) -> dict[str, Any]:
     }
 
 
-def has_learnt(record: dict[str, Any]) -> bool:
-    """Whether the run came to its end with a lower loss on held-out text."""
+def has_improved(record: dict[str, Any]) -> bool:
+    """Return whether the run finished with a lower loss on held-out text."""
     before, after = (record["held_out"].get(when, math.nan) for when in WHEN)
-    # Written so that NaN counts as no.
+    # NaN compares as false, so it counts as no.
     return record["status"] == "finished" and bool(after < before)
 
 
@@ -191,14 +190,12 @@ def table(record: dict[str, Any]) -> Table:
         both = [found["lengths"][index] for found in needles]
         shown.add_row(f"needles found in {row['length']:,} tokens", *(f"{one['accuracy']:.0%}" for one in both))
         shown.add_row(
-            "  share, written exactly, gain",
+            "  share, exact, gain",
             *(f"{one['share']:.0%}, {one['exact']:.0%}, {one['gain']:+.2f}" for one in both),
         )
     shown.add_section()
     took = record["seconds"]
-    shown.add_row(
-        "all of it, the command, its steps", "", ", ".join(f"{took[k]:.0f} s" for k in ("all", "command", "steps"))
-    )
+    shown.add_row("total, command, steps", "", ", ".join(f"{took[k]:.0f} s" for k in ("all", "command", "steps")))
     shown.add_row("tokens/s", "", f"{record['tokens_per_second']:,.0f}")
     for tier, num_bytes in record["peak_bytes"].items():
         shown.add_row(f"peak memory, {tier.replace('_', ' ')}", "", units.gib(num_bytes or 0))
@@ -206,21 +203,23 @@ def table(record: dict[str, Any]) -> Table:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for what is found; with --picture-from the picture's name.")],
-    model: Annotated[Path | None, typer.Option(help="Folder of another model, with its tokenizer.")] = None,
+    out: Annotated[Path, typer.Option(help="Output folder; with --picture-from, the PNG file.")],
+    model: Annotated[Path | None, typer.Option(help="Folder of another model and its tokenizer.")] = None,
     gguf: Gguf = None,
-    dataset: Annotated[Path | None, typer.Option(help="Folder to train on; default: Python's library.")] = None,
-    length: Annotated[str, typer.Option(help="Tokens of a window, one to a step.")] = "128K",
+    dataset: Annotated[
+        Path | None, typer.Option(help="Folder to train on. Default: Python's standard library.")
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens of an example; one per step.")] = "128K",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
-    learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 2e-4,
-    page_budget: Annotated[int, typer.Option(help="Pages that a tile of queries reads; 0: all, and exact.")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-4,
+    page_budget: Annotated[int, typer.Option(help="Pages that a query tile reads; 0: all, exact.")] = 64,
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 16384,
-    held_out: Annotated[int, typer.Option(help="Windows that are never trained on.")] = 2,
-    needle_lengths: Annotated[str, typer.Option(help="Tokens of haystacks.")] = "4K,16K,64K,128K",
-    needle_haystacks: Annotated[int, typer.Option(help="Texts of each length, with five questions each.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the order of windows, of needles and samples.")] = SEED,
+    held_out: Annotated[int, typer.Option(help="Held-out examples.")] = 2,
+    needle_lengths: Annotated[str, typer.Option(help="Haystack lengths.")] = "4K,16K,64K,128K",
+    needle_haystacks: Annotated[int, typer.Option(help="Haystacks of each length.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of examples, needles and samples.")] = SEED,
     device: Device = "auto",
-    picture_from: Annotated[Path | None, typer.Option(help="Only draw this page into the picture --out.")] = None,
+    picture_from: Annotated[Path | None, typer.Option(help="Only take a screenshot of this page.")] = None,
 ) -> None:
     log = Log(width=140)
     if picture_from is not None:
@@ -232,14 +231,14 @@ def main(
     tokens = parse_tokens(length)
     parse_list(needle_lengths, lambda text: parse_tokens(text, "--needle-lengths"))
     if dataset is not None and not dataset.is_dir():
-        raise typer.BadParameter(f"--dataset {dataset} is no folder")
+        raise typer.BadParameter(f"--dataset {dataset} is not a folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{NAME}.log").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        name, said = write_model(model, gguf, tokens, work)
-        said |= write_text(work) if dataset is None else described(dataset.name, find_documents(str(dataset))[0])
-        words = words_of(
+        name, facts = write_model(model, gguf, tokens, work)
+        facts |= write_text(work) if dataset is None else described(dataset.name, find_documents(str(dataset))[0])
+        words = arguments(
             name, TEXT if dataset is None else str(dataset.resolve()), length=tokens, steps=steps,
             learning_rate=learning_rate, page_budget=page_budget, chunk_size=chunk_size, held_out=held_out,
             needle_lengths=needle_lengths, needle_haystacks=needle_haystacks, seed=seed, device=device,
@@ -249,28 +248,28 @@ def main(
         if not (work / "run" / "metrics.jsonl").exists():
             raise typer.Exit(code or 1)
         page = out / f"{NAME}.html"
-        # Of a run that was broken off too.
+        # Report an interrupted run as well.
         reported = call(["report", "run", "--output", str(page.absolute())], work, out)
         code = code or reported
         run = read_run(work / "run")
     record = {
         "settings": {
-            **said, "command": f"oomb {shlex.join(words)}", "length": tokens, "steps": steps, "chunk_size": chunk_size,
+            **facts, "command": f"oomb {shlex.join(words)}", "length": tokens, "steps": steps, "chunk_size": chunk_size,
             "page_budget": page_budget or None, "page_size": run.engine.get("page_size"), "seed": seed,
             "learning_rate": learning_rate, "held_out_windows": held_out,
         },
         "machine": metrics.machine(),
-        **gathered(run),
+        **collect(run),
     }  # fmt: skip
     record["seconds"]["all"] = log.seconds
     save(record, out / f"{NAME}.json")
     if code == 0:
         log.console.print(table(record))
     log.console.print(f"written to {out}", soft_wrap=True)
-    learnt = has_learnt(record)
-    verdict = "has fallen" if learnt else "has NOT fallen, or the run is short"
-    log.verdict(f"the loss on held-out text {verdict}", learnt)
-    raise typer.Exit(code or int(not learnt))
+    improved = has_improved(record)
+    verdict = "has fallen" if improved else "has NOT fallen, or the run is incomplete"
+    log.verdict(f"the loss on held-out text {verdict}", improved)
+    raise typer.Exit(code or int(not improved))
 
 
 if __name__ == "__main__":

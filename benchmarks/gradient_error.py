@@ -1,10 +1,10 @@
-"""How far bfloat16 gradients are from float32 ones, layer by layer: oomb in many chunks, and standard training.
+"""Measure the error of bfloat16 gradients by layer, for oomb with many chunks and for standard training.
 
     python benchmarks/gradient_error.py --model qwen2.5-7b --context 16384 --chunk-size 512
 
-The reference is ordinary whole-sequence autograd in float32 on the same weights and tokens. The error of a layer is
-|g - ref| / |ref| over all its parameters; its length is <g, ref> / <ref, ref>, below 1 where additions get lost.
-Writes a table and a JSON under benchmarks/results/.
+The reference is whole-sequence autograd in float32 on the same weights and tokens. The error of a layer is
+|g - ref| / |ref| over all its parameters. Its length is <g, ref> / <ref, ref>, which is below 1 if additions are lost.
+Prints a table and writes gradient_error_MODEL_CONTEXT_CHUNK.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def float32_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
-    """PyTorch's memory-efficient attention, the one that does float32; it wants as many K/V heads as query heads."""
+    """Attention by PyTorch's memory-efficient backend, which supports float32 but not grouped K/V heads."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
@@ -54,7 +54,7 @@ AttentionInterface.register("float32_reference", float32_attention)
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: rotary tables stay in float32, as in a model loaded in bfloat16."""
+    """Cast the parameters only: RoPE tables stay in float32, as in a model loaded in bfloat16."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -68,7 +68,7 @@ def take_grads(network: nn.Module) -> dict[str, Tensor]:
 
 
 def errors(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Per layer: relative error and length along the reference."""
+    """Return the relative error of each layer and its length along the reference."""
     sums: dict[str, list[float]] = {}
     for name, ref in reference.items():
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -87,12 +87,12 @@ def main(
     model: str = "qwen2.5-7b",
     context: int = 16384,
     chunk_size: int = 512,
-    variants: Annotated[str, typer.Option(help=f"all, or some of {','.join(VARIANTS)}")] = "all",
+    variants: Annotated[str, typer.Option(help=f"all, or a list of {','.join(VARIANTS)}.")] = "all",
     out: Path | None = None,
 ) -> None:
     chosen = list(VARIANTS) if variants == "all" else variants.split(",")
     if unknown := [name for name in chosen if name not in VARIANTS]:
-        raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+        raise typer.BadParameter(f"--variants has {', '.join(unknown)}; use some of {', '.join(VARIANTS)}")
     torch.manual_seed(0)
     network = load_model(model, dtype="bfloat16", attn_implementation="sdpa").train()
     ids = torch.randint(1, network.config.vocab_size, (1, context))

@@ -1,8 +1,8 @@
-"""What the GPU does in a step, by kind of work, from its own record of some chunks.
+"""Profile some chunks of a step and attribute GPU time to kinds of kernels.
 
-A pass is cut into parts of equal length. In the middle of each a few chunks are profiled, and taken for the part. The
-record of a window runs from one marker kernel to another, so nothing is waited for in between; the chunk before a
-window is profiled too and thrown away, since starting the profiler holds up the CPU.
+Each pass is divided into equal parts, and a window of a few chunks in the middle of each part represents it. A window
+runs from one marker kernel to the next, so no synchronization is needed in between. The chunk before a window is
+profiled and discarded, since starting the profiler delays the CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-LINEAR, OWN, FUSED, SUMS = "linear layers", "own chunk", "fused elementwise", "sums of parameter gradients"
-FORWARD, DQ, DKV = "chosen pages: forward", "chosen pages: dq", "chosen pages: dk and dv"
-LISTS, SELECTION, MOVES, OTHER = "chosen pages: lists", "selection", "moving pages", "other"
-WAITED, IDLE = "waited for transfers", "idle"
+LINEAR, OWN, FUSED, SUMS = "linear layers", "own chunk (dense)", "fused elementwise", "gradient accumulation"
+FORWARD, DQ, DKV = "selected pages: forward", "selected pages: dQ", "selected pages: dK, dV"
+LISTS, SELECTION, MOVES, OTHER = "selected pages: index lists", "page selection", "moving pages", "other"
+WAITED, IDLE = "stall on copies", "idle"
 
 NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (FORWARD, ("forward_kernel",)),
@@ -32,24 +32,24 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (OWN, ("merge_kernel",)),
     (FUSED, ("triton_",)),
 )
-"""How names of kernels begin: Triton's are those of its functions, those of torch.compile begin with triton_."""
+"""Prefixes of kernel names. Triton kernels are named after their function; torch.compile's start with triton_."""
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (OWN, ("cudnn", "sdpa", "flash", "fmha")),
     (LINEAR, ("nvjet", "gemm", "gemv", "splitk", "cublas", "cutlass")),
 )
-"""What they have in them; in this order, for flash kernels are made of cutlass."""
+"""Parts of other kernel names. The order matters: names of flash kernels contain "cutlass"."""
 ACTIVITIES = (torch.profiler.ProfilerActivity.CUDA,)
 BACKWARD = ("bprop", "bwd", "backward", "dot_do_o")
-"""What those of them have that begin a backward of attention."""
+"""Parts of the names of kernels that start an attention backward."""
 MARKER = "spin_kernel"
-"""The kernel of torch.cuda._sleep; nothing else here starts it."""
+"""The kernel of torch.cuda._sleep, which nothing else here launches."""
 CLOCK_TOLERANCE = 0.02
-"""How far the kernels' time plus idle time may be from the time between events on the same chunks."""
+"""Largest relative difference between kernel plus idle time and the time between events on the same chunks."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, or a copy, in the GPU's record; times in nanoseconds."""
+    """A kernel or a copy in the trace; times in nanoseconds."""
 
     name: str
     start: int
@@ -59,7 +59,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Window:
-    """Chunks `first` to `last` - 1 are profiled, for all of `begin` to `end` - 1; counted in the order of the pass."""
+    """Chunks `first` to `last` - 1, which represent `begin` to `end` - 1, counted in the order of the pass."""
 
     begin: int
     end: int
@@ -69,10 +69,12 @@ class Window:
 
 
 def windows(num_chunks: int, num_windows: int, width: int) -> list[Window]:
-    """Where to profile a pass: fewer and smaller windows where there is no room. None lies at the very beginning: one
-    chunk has to be done, and one to be profiled in vain, before the first."""
+    """Return where to profile a pass, with fewer and smaller windows if it has few chunks.
+
+    The first two chunks are in no window: one must be done, and one profiled and discarded, before a window starts.
+    """
     if num_chunks < 3:
-        raise ValueError(f"{num_chunks} chunks are too few to profile some; take a context of 3 chunks or more")
+        raise ValueError(f"{num_chunks} chunks are too few to profile: use a context of 3 chunks or more")
     num_windows = max(1, min(num_windows, num_chunks // (width + 6)))
     found = []
     for i in range(num_windows):
@@ -84,7 +86,7 @@ def windows(num_chunks: int, num_windows: int, width: int) -> list[Window]:
 
 
 class ChunkClock:
-    """When the GPU has come to the end of each chunk; nothing waits for that."""
+    """Progress callback that records when the GPU finishes each chunk, without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -98,7 +100,7 @@ class ChunkClock:
         self.marks.setdefault(phase, []).append(self._now())
 
     def seconds(self) -> dict[str, list[float]]:
-        """By pass, of every chunk in the order in which it was done."""
+        """Return the duration of every chunk, by pass and in the order of execution."""
         found: dict[str, list[float]] = {}
         before = self._start
         for phase, marks in self.marks.items():
@@ -120,16 +122,16 @@ class ChunkClock:
 
 
 class Profile:
-    """Progress of an engine: keeps the clock, and profiles windows of each pass."""
+    """Progress callback that keeps the clock and profiles the windows of each pass."""
 
     def __init__(self, clock: ChunkClock, num_windows: int, width: int) -> None:
         self.clock, self.num_windows, self.width = clock, num_windows, width
         self.windows: dict[str, list[Window]] = {}
-        # It wants to be used first in the thread that has imported torch, and takes seconds to wake up.
+        # The profiler must first run in the thread that imported torch, and its first start takes seconds.
         with torch.profiler.profile(activities=ACTIVITIES):
             pass
         self._profiler: Any = None
-        # The profiler keeps its state in the thread that starts it, and the passes run in different ones.
+        # The profiler's state belongs to the thread that starts it, and the passes run in different threads.
         self._thread = ThreadPoolExecutor(1)
 
     def __call__(self, phase: str, done: int, total: int) -> None:
@@ -161,7 +163,7 @@ class Profile:
 
 
 def kind_of(name: str) -> str | None:
-    """What a kernel does, by its name. None: sorts, copies and the like, which serve several ends."""
+    """Return what a kernel does by its name, or None for kernels with several uses, such as sorts and copies."""
     for kind, beginnings in NAMES:
         if name.startswith(beginnings):
             return kind
@@ -170,7 +172,7 @@ def kind_of(name: str) -> str | None:
 
 
 def kinds_of(names: Sequence[str]) -> list[str]:
-    """What each of the kernels of a stream does. Those whose names do not tell belong to what they stand between."""
+    """Return what each kernel of a stream does. Ambiguous ones are attributed by the kernels around them."""
     known = [kind_of(name) for name in names]
     following: list[int | None] = [None] * len(names)
     for i in range(len(names) - 2, -1, -1):
@@ -190,21 +192,24 @@ def kinds_of(names: Sequence[str]) -> list[str]:
 
 def _between(before: str | None, after: str | None, name_after: str) -> str:
     if after == SELECTION or before == SELECTION:
-        return SELECTION  # means of keys before it; the choice, with its topk and sort, after
+        return SELECTION  # page means before it; topk and sort after it
     if before == DKV or after in (FORWARD, DQ, DKV):
-        return LISTS  # addresses and lists of readers; after dk and dv, what is done with gradient pages
+        return LISTS  # addresses and lists of readers; after dK and dV, work on gradient pages
     if after == OWN and before != OWN and not any(part in name_after for part in BACKWARD):
-        return SELECTION  # a budget that covers all asks for no interest, but means are made
+        return SELECTION  # a budget that covers every page needs no scores, but means are computed
     return OTHER
 
 
 def account(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Seconds between the first and the last marker, by kind. Each moment counts once: for the kernel that computes, or
-    as idle where none does. What copies beside a computation costs nothing here."""
+    """Return the seconds between the two markers by kind.
+
+    Each moment counts once: for the kernel that computes, or as idle if none does. Copies that overlap with computation
+    count as nothing.
+    """
     markers = sorted((k for k in kernels if MARKER in k.name), key=lambda k: k.start)
     if len(markers) != 2:
         raise RuntimeError(
-            f"a profile has {len(markers)} marker kernels instead of 2; is torch.cuda._sleep still a {MARKER}?"
+            f"the profile has {len(markers)} marker kernels instead of 2: does torch.cuda._sleep still launch {MARKER}?"
         )
     begin, end = markers[0].end, markers[1].end
     computing = sorted((k for k in kernels if k.stream == markers[0].stream), key=lambda k: k.start)
@@ -221,7 +226,7 @@ def account(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[str, Any]:
-    """A pass by kind of work, from its windows; beside it what the clock says of the same chunks and of the others."""
+    """Return the time of a pass by kind, extrapolated from its windows, and the clock's time of the same chunks."""
     seconds: defaultdict[str, float] = defaultdict(float)
     by_kernels = by_events = profiled = others = 0.0
     for part in parts:
@@ -231,9 +236,9 @@ def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[
         measured = sum(chunk_seconds[part.first : part.last])
         by_kernels += sum(found.values())
         by_events += measured
-        # The profiler holds up the chunk before a window and the one after it; a pass's first chunk is like no other.
-        held_up = {0, *range(part.first - 1, part.last + 1)}
-        rest = [chunk_seconds[i] for i in range(part.begin, part.end) if i not in held_up]
+        # The profiler delays the chunks before and after a window, and the first chunk of a pass is special.
+        delayed = {0, *range(part.first - 1, part.last + 1)}
+        rest = [chunk_seconds[i] for i in range(part.begin, part.end) if i not in delayed]
         if rest:
             profiled += measured / width * num_chunks
             others += sum(rest) / len(rest) * num_chunks
@@ -248,8 +253,10 @@ def whole_pass(parts: Sequence[Window], chunk_seconds: Sequence[float]) -> dict[
 
 
 def take_waits(passes: dict[str, dict[str, Any]], seconds: float) -> None:
-    """Calls so much of the idle time waited for, beginning with the last pass: the record cannot tell a wait for pages
-    from one for the next launch, and the engine has timed the former."""
+    """Reclassify idle time as stalls on copies, starting with the last pass.
+
+    The trace cannot distinguish waiting for pages from waiting for the next launch, but the engine timed the former.
+    """
     for found in reversed(passes.values()):
         waited = min(seconds, found["seconds"].get(IDLE, 0.0))
         found["seconds"][WAITED] = waited
@@ -258,9 +265,11 @@ def take_waits(passes: dict[str, dict[str, Any]], seconds: float) -> None:
 
 
 def clocks_problem(kernels: dict[str, dict[str, Any]]) -> str | None:
-    """Kernels and idle time must add up to the time between events."""
+    """Return what is wrong if kernel and idle times do not add up to the time between events."""
     for name, found in kernels.items():
         by_events, by_kernels = found["events_seconds"], found["kernels_seconds"]
         if not abs(by_kernels - by_events) <= CLOCK_TOLERANCE * by_events:
-            return f"WRONG: {name} pass, kernels and idle time make {by_kernels:.3f} s of {by_events:.3f} s"
+            return (
+                f"WRONG: kernel and idle times of the {name} pass are {by_kernels:.3f} s instead of {by_events:.3f} s"
+            )
     return None

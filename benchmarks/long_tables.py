@@ -1,34 +1,60 @@
-"""What was measured of whole steps with pages in 8 bits, in words and tables for the README and docs/: as much as
-there are files of."""
+"""Write the text and tables on memory: growth with the context, and the longest steps that were measured.
+
+Used by update_tables.py for the README, docs/memory.md and docs/optimizer.md. Each function returns nothing for results
+that are not there.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from common import exists, load, seconds, steps
+from common import exists, load, markdown_table, seconds, steps
 
 from oomb.planner.fit import SPARE_HOST_BYTES
 from oomb.utils import units
 
 LORA, FULL, SMALL = "curve_brim.json", "plan_check_full.json", "plan_check_24gib_1m.json"
-"""Steps of plan_check.py that fill the GPU's memory: with LoRA, with all weights, and with a GPU held to less."""
+"""plan_check.py steps that fill the GPU's memory: LoRA, all weights, and LoRA on a GPU limited to less memory."""
 CURVE = "curve.json"
-OPTIMIZERS = {"adamw": "AdamW", "offloaded_adamw_8bit": "AdamW with states of 8 bits on the host"}
+OPTIMIZERS = {"adamw": "AdamW", "offloaded_adamw_8bit": "offloaded 8-bit AdamW"}
+TERMS = {
+    "pages of their gradients": "pages of dK and dV",
+    "page summaries and choices": "page means and selections",
+    "activations of a chunk": "activations of one chunk",
+    "head or one layer's backward": "LM head, or backward of one layer",
+}
+"""Names of memory terms in older files, as we say them now."""
 
 
 def measured(name: str) -> list[dict[str, Any]]:
-    """Whole steps of a file that were taken to their end, each with what the GPU was held to."""
+    """Return the complete steps of a file, each with the GPU memory limit it ran under."""
     if not exists(name):
         return []
     limit = load(name).get("limit")
     return [{**row, "limit": limit} for row in steps(name) if row["problem"] is None]
 
 
+def tiers() -> dict[str, dict[int, dict[str, Any]]]:
+    """Return the measured steps of the smallest exact setting, by place ("gpu", "host") and context."""
+    rows = [row for row in steps("plan_check.json") if row["case"] == "full-lean-kept" and not row["problem"]]
+    return {place: {row["context"]: row for row in rows if row["place"] == place} for place in ("gpu", "host")}
+
+
+def growth(rows: dict[int, dict[str, Any]], shortest: int) -> tuple[int, int, int]:
+    """Return how much peak GPU memory, the page memory it should contain, and the context grow from `shortest` on."""
+    longest = max(rows)
+    pages = [
+        sum(t["num_bytes"] for t in rows[n]["terms"] if t["grows"] and t["tier"] == "gpu") for n in (shortest, longest)
+    ]
+    grown = rows[longest]["measured_gpu_bytes"] - rows[shortest]["measured_gpu_bytes"]
+    return grown, pages[1] - pages[0], longest - shortest
+
+
 def trained(row: dict[str, Any]) -> str:
-    """What is trained, with what, on which GPU."""
+    """Return what a step trains, with which optimizer, and on which GPU if it is limited."""
     what = "LoRA" if row["case"].startswith("lora") else "all weights"
-    held = f"; the GPU held to {row['limit'].replace('GiB', ' GiB')}" if row["limit"] else ""
-    return f"{what}, {OPTIMIZERS[row['optimizer']]}{held}"
+    limit = f", GPU limited to {row['limit'].replace('GiB', ' GiB')}" if row["limit"] else ""
+    return f"{what}, {OPTIMIZERS[row['optimizer']]}{limit}"
 
 
 def gib(num_bytes: float) -> str:
@@ -36,130 +62,150 @@ def gib(num_bytes: float) -> str:
 
 
 def long_steps() -> list[str]:
-    """For the README: steps that fill the GPU's memory, a row each."""
+    """Return the README's table of the steps that fill the GPU's memory."""
     rows = [row for name in (LORA, FULL, SMALL) for row in measured(name)]
     if not rows:
         return []
-    lines = [
-        "",
-        "With K, V and their gradients in 8 bits besides (`kv_dtype`, `grad_dtype`; "
-        "[limits](docs/limits.md#pages-in-8-bits)), all of the GPU's memory and as much of the host's as it takes, "
-        "whole steps: forward, backward and optimizer. In brackets is what `oomb plan` had said before, in time "
-        "without the optimizer (its rates were fitted to some of them since, [how far off it "
-        "is](docs/plan.md#how-the-figures-come-about)):",
-        "",
-        "| trained | context | time | GPU, GiB | host, GiB | moved in, out | waited |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        time = f"{units.seconds(seconds(row))} ({units.seconds(row['predicted_seconds'])})"
-        gpu, host = (
-            f"{gib(row[f'measured_{tier}_bytes'])} ({gib(row[f'predicted_{tier}_bytes'])})" for tier in ("gpu", "host")
-        )
-        moved = ", ".join(f"{row[name] / 2**40:.1f}" for name in ("loaded_bytes", "stored_bytes"))
-        lines.append(
-            f"| {trained(row)} | **{row['context']:,}** | {time} | {gpu} | {host} | {moved} TiB | "
-            f"{row['waited_seconds']:.0f} s |"
-        )
-    pinning = [row["reserve_seconds"] for row in rows]
-    notes = [
-        "LoRA is of rank 16 on all linear layers. With all weights, layers are checkpointed and gradients summed in "
-        "bfloat16 (`checkpoint_layers`, `param_grad_dtype`). `gpu_memory` and `host_memory` allow all there is, on the "
-        f"host but {SPARE_HOST_BYTES >> 30} GiB; [the commands](benchmarks/results/README.md).",
-        f"Pinning host memory for pages, once in a run, comes before and takes up to {max(pinning):.0f} s.",
-    ]
+
+    def pair(tier: str) -> Any:
+        return lambda row: f"{gib(row[f'measured_{tier}_bytes'])} ({gib(row[f'predicted_{tier}_bytes'])})"
+
+    columns = {
+        "trained": trained,
+        "context": lambda row: f"**{row['context']:,}**",
+        "time": lambda row: f"{units.seconds(seconds(row))} ({units.seconds(row['predicted_seconds'])})",
+        "GPU, GiB": pair("gpu"),
+        "host, GiB": pair("host"),
+    }
+    pinning = max(row["reserve_seconds"] for row in rows)
+    notes = (
+        f"LoRA has rank 16 on all linear layers. Pinning host memory takes up to another {pinning:.0f} s once per run. "
+        "See [what takes the memory](docs/memory.md#measured) and [the commands](benchmarks/results/README.md)."
+    )
     if any(row["limit"] for row in rows):
-        notes.append("A GPU that is held to less memory keeps its speed: a smaller card is slower.")
-    notes.append("[What takes the memory, and time and memory over the context](docs/memory.md#measured).")
-    return [*lines, "", " ".join(notes)]
+        notes = "The limited GPU is as fast as the whole one; a smaller card is slower. " + notes
+    return [
+        "",
+        "With K, V and their gradients in int8 as well (`kv_dtype`, `grad_dtype`; also approximate), complete steps "
+        "with the optimizer reach these contexts. [`oomb plan`](docs/plan.md) predicted the values in parentheses; its "
+        "time excludes the optimizer:",
+        "",
+        *markdown_table(columns, rows, left=("trained",)),
+        "",
+        notes,
+    ]
 
 
 def memory() -> str:
-    """For docs/memory.md: what takes the memory, why no more fits, and the curve over the context."""
+    """Return the section of docs/memory.md: what takes the memory, why no more fits, and growth with the context."""
     columns = [(name, row) for name in (LORA, FULL) for row in measured(name)]
     if not columns:
         return ""
-    heads = [(row, f"{row['context']:,} tokens") for _, row in columns]
+    heads = [f"{trained(row)}: {row['context']:,} tokens" for _, row in columns]
     lines = [
         "## Measured",
         "",
-        f"Qwen2.5-7B shape on one {load(columns[0][0])['machine']['gpu']['name']}, chosen pages in 8 bits, with all "
-        "of the GPU's memory. What the plan counted, in GiB, and what was measured:",
+        f"Predicted and measured memory, in GiB, of the Qwen2.5-7B shape on one "
+        f"{load(columns[0][0])['machine']['gpu']['name']} with sparse attention, int8 pages and the whole "
+        "GPU memory:",
         "",
-        f"| | {' | '.join(f'{trained(row)}: {tokens}' for row, tokens in heads)} |",
+        f"| | {' | '.join(heads)} |",
         f"|---|{'---:|' * len(columns)}",
     ]
-    for tier, name in (("gpu", "on the GPU"), ("host", "on the host")):
+    for tier, name in (("gpu", "GPU"), ("host", "host")):
         counted = [
             {term["name"]: term["num_bytes"] for term in row["terms"] if term["tier"] == tier} for _, row in columns
         ]
         for term in dict.fromkeys(term for column in counted for term in column):
             cells = " | ".join(f"{column[term] / 2**30:.2f}" if term in column else "" for column in counted)
-            lines.append(f"| {name}: {term} | {cells} |")
+            lines.append(f"| {name}: {TERMS.get(term, term)} | {cells} |")
         for kind in ("predicted", "measured"):
             cells = " | ".join(f"{row[f'{kind}_{tier}_bytes'] / 2**30:.2f}" for _, row in columns)
             lines.append(f"| **{name}, {kind}** | {cells} |")
     for name, values in (
         ("time of the step", [units.seconds(seconds(row)) for _, row in columns]),
-        ("of it optimizer", [f"{row['optimizer_seconds'] or 0.0:.2f} s" for _, row in columns]),
+        ("of which optimizer", [f"{row['optimizer_seconds'] or 0.0:.2f} s" for _, row in columns]),
     ):
         lines.append(f"| {name} | {' | '.join(values)} |")
     if measured(FULL):
         lines += [line for row in steps(FULL) for line in why_no_more(row)]
     if exists(CURVE):
         lines += ["", *curve()]
+    if exists("plan_check.json") and exists("plan_check_growth.json"):
+        lines += ["", exact_growth()]
     return "\n".join(lines)
 
 
 def why_no_more(row: dict[str, Any]) -> list[str]:
-    """What the plan had against a context, and which it would have taken; nothing if it was for it."""
+    """Return how much a context that was predicted not to fit lacks, and the longest that fits."""
     refused = "predicted not to fit: "
     if not (row["problem"] or "").startswith(refused):
         return []
-    # "4,194,304 tokens do not fit: ... are there. (... are free); 3,792,896 tokens would", the last only if any would
+    # "4,194,304 tokens do not fit: ... (... are free); 3,792,896 tokens would", the last part only if any would.
     why, _, reach = row["problem"].removeprefix(refused).rpartition(" (")
-    said = (
-        f"With all weights, the plan says: {why} That is what is free beside the optimizer's states, but for "
-        f"{SPARE_HOST_BYTES >> 30} GiB."
+    text = (
+        f'`oomb plan` on a longer context with all weights: "{why}" The host memory it counts excludes the optimizer '
+        f"states and {SPARE_HOST_BYTES >> 30} GiB that stay free."
     )
     if longest := reach.partition("; ")[2].removesuffix(" would"):
-        said += f" By the plan {longest} are the most."
-    return ["", said]
+        text += f" The longest context that fits is {longest}."
+    return ["", text]
 
 
 def curve() -> list[str]:
-    """Time and memory over the context, and how GPU memory grows."""
+    """Return the plot of time and memory over the context, and how GPU memory grows."""
     report = load(CURVE)
     growth = report["growth"]
     lines = [f"![Time per token, GPU memory and host memory over the context](../benchmarks/results/{CURVE[:-4]}png)"]
     if growth["mb_per_10_000_tokens"] is None:
         return lines
     first, last = growth["contexts"][0], growth["contexts"][-1]
-    said = (
+    text = (
         f"With LoRA and all pages on the host, GPU memory grows by {growth['mb_per_10_000_tokens']:.1f} MB per 10,000 "
         f"tokens from {first:,} to {last:,} tokens."
     )
-    if (sooner := growth["before"])["mb_per_10_000_tokens"] is not None:
-        said += (
-            f" From {sooner['contexts'][0]:,} to {first:,} it grows by {sooner['mb_per_10_000_tokens']:.0f} MB: the "
-            "staging buffers have room for all pages that a chunk can choose, and as long as the context has no more "
-            "than those, they grow with it."
+    if (before := growth["before"])["mb_per_10_000_tokens"] is not None:
+        text += (
+            f" From {before['contexts'][0]:,} to {first:,} tokens it grows by {before['mb_per_10_000_tokens']:.0f} MB, "
+            "because the staging buffers hold every page a chunk can select and a short context has fewer pages than "
+            "that."
         )
-    kept, least = (pick(point["activation_bytes"] for point in report["points"]) for pick in (max, min))
-    if least < kept / 2:
-        said += (
-            f" Where pages leave them no room, layers are checkpointed: the activations of a chunk take {gib(least)} "
-            f"GiB and not {gib(kept)}, and are computed once more."
+    largest, smallest = (pick(point["activation_bytes"] for point in report["points"]) for pick in (max, min))
+    if smallest < largest / 2:
+        text += (
+            f" At the longest contexts, pages leave so little memory that layers are checkpointed: one chunk's "
+            f"activations then take {gib(smallest)} GiB instead of {gib(largest)} and are recomputed."
         )
-    return [*lines, "", said]
+    return [*lines, "", text]
+
+
+def exact_growth() -> str:
+    """Return how the memory of exact attention grows, and what moving all of it to the host costs."""
+    on_gpu = {row["context"]: row for row in steps("plan_check_growth.json")}
+    shortest, longest = min(on_gpu), max(on_gpu)
+    grown, pages, _ = growth(on_gpu, shortest)
+    on_host = tiers()["host"]
+    middle = sorted(on_host)[1]
+    more, _, tokens = growth(on_host, middle)
+    rate = more / tokens * 10_000 / 1e6
+    growth_text = "does not grow" if rate <= 0 else f"grows by {rate:.2f} MB per 10,000 tokens"
+    last = on_host[max(on_host)]
+    return (
+        f"With exact attention and everything on the GPU, memory grows by {grown / 2**30:.2f} GiB from {shortest:,} to "
+        f"{longest:,} tokens; K, V, their gradients and attention outputs account for {pages / 2**30:.2f} GiB of it. "
+        f"With all of that on the host, GPU memory {growth_text} "
+        f"from {middle:,} tokens on. At {last['context']:,} tokens the step then copies "
+        f"{last['loaded_bytes'] / 2**30:,.0f} GiB to the GPU and {last['stored_bytes'] / 2**30:,.0f} GiB back, and "
+        f"waits for copies for only {last['waited_seconds']:.2f} s."
+    )  # fmt: skip
 
 
 def optimizer() -> str:
-    """For docs/optimizer.md: the one step of its that was timed."""
+    """Return the sentence of docs/optimizer.md on the optimizer step that was timed in a full training step."""
     return "".join(
-        f"Measured is one step, {OPTIMIZERS[row['optimizer']]}, of all weights of Qwen2.5-7B on an "
-        f"{load(FULL)['machine']['gpu']['name']} whose memory is full: {row['optimizer_seconds']:.1f} s, many times "
-        f"that of the link. Forward and backward before it took {units.seconds(row['measured_seconds'])}, on "
+        f"In a complete step that trains all weights of Qwen2.5-7B with {OPTIMIZERS[row['optimizer']]} on a full "
+        f"{load(FULL)['machine']['gpu']['name']}, the optimizer took {row['optimizer_seconds']:.1f} s, many times what "
+        f"the link alone would take. Forward and backward took {units.seconds(row['measured_seconds'])}, on "
         f"{row['context']:,} tokens."
         for row in measured(FULL)
     )

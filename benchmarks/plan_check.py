@@ -1,13 +1,13 @@
-"""What `oomb plan` predicts against what a step really takes: memory of both tiers, and time.
+"""Compare what `oomb plan` predicts with what a step takes: GPU memory, host memory and time.
 
-python benchmarks/plan_check.py                              # about ten minutes on an H200
-python benchmarks/plan_check.py --contexts 32K,128K --cases full,lora --places gpu,host
-python benchmarks/plan_check.py --contexts 4M --cases lora-8bit --places brim --layers 2     # a rehearsal
+    python benchmarks/plan_check.py                              # about ten minutes on an H200
+    python benchmarks/plan_check.py --contexts 32K,128K --cases full,lora --places gpu,host
+    python benchmarks/plan_check.py --contexts 4M --cases lora-8bit --places brim --layers 2     # a rehearsal
 
-Ends with exit code 1 if a predicted peak is more than 3% off, or if a step that was predicted to fit comes to nothing.
-The file is written before each part of a long step: one that is killed leaves a row that says how far it came.
-With --layers the model, and so the forecast, has fewer layers: the step is rehearsed in little time. The file says so,
-tables pass over its rows, and without --out it goes beside the file of whole steps.
+Writes plan_check.json, before each part of a long step: a run that is killed leaves a row that says how far it got.
+With --layers, model and forecast have fewer layers, which rehearses a long step quickly; this writes
+plan_check_rehearsal.json, which the documents ignore. Exit code 1 if a predicted peak is off by more than 3%, or if a
+step fails that was predicted to fit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "lora-8bit": (True, {**EIGHT_BITS}),
     "full-8bit": (False, {**EIGHT_BITS, "param_grad_dtype": "param", "checkpoint_layers": True}),
 }
-"""Whether LoRA is trained, and the settings."""
+"""Whether to train LoRA, and the engine's settings."""
 PLACES: dict[str, dict[str, Any]] = {
     "gpu": {"gpu_memory": "1TiB", "host_memory": 0},
     "half": {},
@@ -67,26 +67,26 @@ PLACES: dict[str, dict[str, Any]] = {
     "brim": {"gpu_memory": "1TiB"},
     "host-brim": {"gpu_memory": 0},
 }
-"""All pages on the GPU; the older half of them; none; as the plan decides; both tiers filled to the brim; none on the
-GPU, and the host filled to the brim."""
+"""Where pages go: all to the GPU, half of them, none, as the planner decides, both tiers full, or only to the host, which
+is full."""
 OPTIMIZERS = ("none", "adamw", *OFFLOADED_STATES)
 WHOLE, REHEARSAL = (OUT / f"plan_check{end}.json" for end in ("", "_rehearsal"))
 TOLERANCE = 0.03
 NOT_PLANNED = "predicted not to fit"
-WARM_UP_CHUNKS = {"dense": 3, "chosen": 16}
-"""After so many chunks every kernel has been built."""
+WARM_UP_CHUNKS = {"dense": 3, "sparse": 16}
+"""Chunks after which every kernel has been compiled."""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One step: predicted and measured."""
+    """Prediction and measurement of one step."""
 
     case: str
     place: str
     context: int
     settings: dict[str, Any]
     layers: int | None = None
-    """Of a rehearsal: the model had these only. None: all of them."""
+    """Number of layers in a rehearsal; None for the whole model."""
     predicted_gpu_bytes: int = 0
     measured_gpu_bytes: int = 0
     predicted_host_bytes: int = 0
@@ -99,9 +99,9 @@ class Row:
     optimizer: str = "none"
     optimizer_seconds: float | None = None
     reserve_seconds: float = 0.0
-    """Pinning host memory, once in a run."""
+    """Time to pin host memory, once per run."""
     autocast: bool = False
-    """With adapters: they computed in the precision of the weights."""
+    """Float32 adapters computed in the precision of the weights."""
     loss: float | None = None
     terms: list[dict[str, Any]] | None = None
     problem: str | None = None
@@ -118,20 +118,16 @@ class Row:
 
 
 def main(
-    contexts: Annotated[str, typer.Option(help="Contexts, as in 32K,128K.")] = "32K,128K",
+    contexts: Annotated[str, typer.Option(help="Contexts, for example 32K,128K.")] = "32K,128K",
     cases: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}.")] = ",".join(CASES),
     places: Annotated[str, typer.Option(help=f"Some of {', '.join(PLACES)}.")] = "gpu,host",
     model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = "qwen2.5-7b",
-    optimizer: Annotated[
-        str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}: with one the step is a whole one.")
-    ] = "none",
+    optimizer: Annotated[str, typer.Option(help=f"Also take an optimizer step: {', '.join(OPTIMIZERS)}.")] = "none",
     layers: Annotated[
-        int | None, typer.Option(help="A rehearsal: the first so many layers only, in the forecast too.")
+        int | None, typer.Option(help="Rehearse with the first N layers only, in the forecast too.")
     ] = None,
-    limit: Annotated[str | None, typer.Option(help="Hold the process to so much GPU memory, as in 24GiB.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help=f"Where to write. Default: {WHOLE}, with --layers {REHEARSAL}.")
-    ] = None,
+    limit: Annotated[str | None, typer.Option(help="Limit the GPU memory, for example to 24GiB.")] = None,
+    out: Annotated[Path | None, typer.Option(help=f"Output file. Default: {WHOLE}; with --layers {REHEARSAL}.")] = None,
 ) -> None:
     console = Console(width=150)
     try:
@@ -139,13 +135,13 @@ def main(
         chosen, where = (parse_list(text, str.strip) for text in (cases, places))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for wanted, there in ((chosen, CASES), (where, PLACES), ([optimizer], OPTIMIZERS)):
-        if unknown := [name for name in wanted if name not in there]:
-            raise typer.BadParameter(f"there is no {', '.join(unknown)}; there are {', '.join(there)}")
+    for names, known in ((chosen, CASES), (where, PLACES), ([optimizer], OPTIMIZERS)):
+        if unknown := [name for name in names if name not in known]:
+            raise typer.BadParameter(f"unknown {', '.join(unknown)}; use some of {', '.join(known)}")
     path = out or (WHOLE if layers is None else REHEARSAL)
     machine = find_machine(None, None)
     if limit is not None:
-        # As on a card of this size, whose CUDA context takes its part.
+        # On a card of this size, the CUDA context takes part of the memory.
         share = (parse_bytes(limit) - CONTEXT_BYTES) / torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(share)
         machine = replace(machine, gpu_bytes=parse_bytes(limit))
@@ -157,23 +153,23 @@ def main(
         write(path, model, layers, limit, rows)
 
     for lora in (False, True):
-        mine = [case for case in chosen if CASES[case][0] is lora]
-        if not mine:
+        selected = [case for case in chosen if CASES[case][0] is lora]
+        if not selected:
             continue
-        # One model for all cases alike, and one set of compiled layers.
+        # All cases share one model and its compiled layers.
         try:
             network: nn.Module = load_model(model, num_layers=layers)
             network = (with_lora(network) if lora else network).train()
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         compiled: dict[Any, Any] = {}
-        for case in mine:
+        for case in selected:
             for place in where:
                 for context in lengths:
                     with autocast_for(network):
                         row = check(network, machine, compiled, case, place, context, optimizer, layers, keep)
                     figures = (
-                        f"{row.measured_seconds:.2f} s, waited {row.waited_seconds:.3f} s, {row.measured_gpu_bytes}"
+                        f"{row.measured_seconds:.2f} s, stall {row.waited_seconds:.3f} s, {row.measured_gpu_bytes} B"
                     )
                     console.print(f"{case}, {place}, {context:,}: {row.problem or figures}", style="dim")
         del network, compiled
@@ -184,7 +180,7 @@ def main(
 
 
 def write(path: Path, model: str, layers: int | None, limit: str | None, rows: list[Row]) -> None:
-    """After every row: a run that is cut off keeps what it has measured."""
+    """Write the rows so far, so that an aborted run keeps what it has measured."""
     report = {"model": model, "layers": layers, "machine": metrics.machine(), "limit": limit,
               "rows": [asdict(row) for row in rows]}  # fmt: skip
     save(report, path)
@@ -201,7 +197,7 @@ def check(
     layers: int | None,
     keep: Callable[[Row], None],
 ) -> Row:
-    """Predicts a step, takes it, and puts both side by side. What came of it is saved as it comes."""
+    """Predict a step and measure it. `keep` is called with the row at every stage."""
     settings: dict[str, Any] = {"keep_attention": False, "keep_last_chunk": "auto", **CASES[case][1], **PLACES[place]}
     facts = model_shape(network, autocast=torch.is_autocast_enabled())
     if place == "half":
@@ -209,7 +205,7 @@ def check(
         settings["gpu_memory"] = whole.placement.host_bytes // 2
     states = make_optimizer(optimizer, network)
     if place.endswith("brim"):
-        # What is free now, with the optimizer's states in their place.
+        # The optimizer's states are allocated by now, so this is what is left.
         settings["host_memory"] = max(0, free_host_bytes() - SPARE_HOST_BYTES)
         machine = replace(machine, host_bytes=free_host_bytes() + getattr(states, "host_bytes", 0))
     row = Row(
@@ -234,14 +230,14 @@ def check(
     engine.model._compiled = compiled
 
     def at(part: str) -> None:
-        """What is being done is what was the matter, if nothing is heard of it again."""
+        """Record the current stage as the problem, in case the process is killed in it."""
         row.problem = f"stopped while {part}"
         keep(row)
 
     try:
         measure(engine, network, context, row, states, at)
         row.problem = None
-    except Exception as error:  # At the brim much else than an error of torch means that memory is short.
+    except Exception as error:  # With full memory, many other errors than torch's mean out of memory.
         traceback.print_exc()
         row.problem = f"{row.problem}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finally:
@@ -253,7 +249,7 @@ def check(
 
 
 def make_optimizer(name: str, network: nn.Module) -> Any:
-    """None, or an optimizer. Its learning rate is small: random weights are to stay about as they are."""
+    """Return an optimizer or None. Its learning rate is tiny, since the random weights should barely change."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     if name == "none":
         return None
@@ -268,15 +264,15 @@ def measure(
     engine: Engine, network: nn.Module, context: int, row: Row, optimizer: Any, at: Callable[[str], None]
 ) -> None:
     ids = torch.randint(1, engine.model.vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
-    # Pinning host memory and building kernels belong to a run's first step.
+    # Pinning host memory and compiling kernels happen once per run.
     at("pinning host memory")
     row.reserve_seconds = timed(lambda: engine.reserve(1, context))
-    print(f"{units.gib(free_host_bytes())} of host memory are free beside the pages", flush=True)
-    chunks = WARM_UP_CHUNKS["dense" if engine.config.page_budget is None else "chosen"]
+    print(f"{units.gib(free_host_bytes())} of host memory are free after pinning pages", flush=True)
+    chunks = WARM_UP_CHUNKS["dense" if engine.config.page_budget is None else "sparse"]
     at("warming up")
     timed(lambda: engine.loss(ids[:, : chunks * engine.config.chunk_size]).backward())
     if optimizer is not None:
-        # From its first step on plain AdamW has states, which the plan counts.
+        # AdamW allocates its states in its first step, and the plan counts them.
         optimizer.step()
     network.zero_grad(set_to_none=True)
     clear()
@@ -304,7 +300,7 @@ def measure(
 
 
 class Steps:
-    """Progress of a long step, a line for every sixteenth of a pass. It does not wait for the GPU, which is behind."""
+    """Progress callback that prints a line for every sixteenth of a long pass, without waiting for the GPU."""
 
     def __init__(self) -> None:
         self.begin = time.perf_counter()

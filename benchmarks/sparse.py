@@ -1,11 +1,11 @@
-"""Steps with attention to chosen pages: their time, where it goes, and the growth of GPU memory.
+"""Measure steps with sparse attention: time, where it goes by kernel, and growth of GPU memory.
 
-python benchmarks/sparse.py times                      # 64K to 1M, 128K and 1M kernel by kernel: ten minutes on an H200
-python benchmarks/sparse.py growth --layers 2,6        # all pages on the host, 256K against 1M: six minutes at most
+    python benchmarks/sparse.py times                 # 64K to 1M, kernels of 128K and 1M: ten minutes on an H200
+    python benchmarks/sparse.py growth --layers 2,6   # all pages on the host, 256K and 1M: at most six minutes
 
-A gate comes first: with a budget that covers every page, loss and gradients are those of standard training, and with a
-small budget they do not depend on the tier. Then every row is written to the JSON as soon as it is measured; rows of
-other runs that are in the file stay there. Exit code 1: the gate was not passed, or a goal not met.
+A correctness check comes first: with a budget that covers every page, loss and gradients must match standard training,
+and with a small budget they must not depend on the tier. Writes sparse_MODEL_CASE.json after every row and keeps the
+rows of earlier runs with the same settings. Exit code 1 if the check fails or a target is missed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from oomb.utils import metrics, units
 from oomb.utils.units import parse_list, parse_tokens, short_tokens
 
 MODEL, CHUNK_SIZE, PAGE_SIZE, BUDGET = "qwen2.5-7b", 4096, 128, 64
-"""The setting that the goals are for."""
+"""The settings the targets apply to."""
 GOAL_SECONDS = {2**16: 10.0, 2**17: 20.0, 2**18: 40.0, 2**20: 165.0}
 GOAL_PER_TOKEN = (2**17, 2**20, 1.15)
-"""Time per token at the second context over that at the first, at the most."""
+"""Largest ratio of the time per token at the second context to that at the first."""
 GOAL_GROWTH = 5.0
-"""MB of GPU memory per 10,000 tokens."""
+"""Largest growth of GPU memory, in MB per 10,000 tokens."""
 WHOLE_LAYERS = 28
 LEAN: dict[str, Any] = {
     "gpu_memory": 0,
@@ -46,42 +46,42 @@ LEAN: dict[str, Any] = {
     "checkpoint_layers": True,
     "param_grad_dtype": "param",
 }
-"""Everything that grows with the context lies on the host."""
+"""Everything that grows with the context is on the host."""
 ROOMY: dict[str, Any] = {"gpu_memory": "65GiB"}
-"""What an H200 has left for pages where there is no optimizer; "auto" keeps room for AdamW, and then some of K and V at
-1M tokens would lie on the host."""
+"""What an H200 has left for pages without an optimizer. "auto" reserves memory for AdamW and would move some of K and V
+at 1M tokens to the host."""
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "times": ("64K,128K,256K,1M", "", ROOMY),
     "growth": ("256K,1M", "7,14", LEAN),
 }
-"""Contexts, layers and further settings. 28 layers at 1M tokens take 112 GiB of pages, more than the host of an H200
-often has to give."""
+"""Contexts, layers and other settings. 28 layers at 1M tokens need 112 GiB of pages, which the host of an H200 often
+does not have free."""
 PROFILED = "128K,1M"
-"""Contexts of "times" whose kernels are recorded, where there is a GPU."""
+"""Contexts of "times" whose kernels are profiled, on a GPU."""
 WARM_UP_CHUNKS = 16
-"""With chunks of 4096, every variant of the kernels that choose pages has been built by then."""
+"""With chunks of 4096, every variant of the page selection kernels has been compiled by then."""
 NUM_WINDOWS, WINDOW_CHUNKS = 4, 4
-"""Stretches of each pass that are profiled, and chunks of each."""
+"""Profiled windows in each pass, and chunks in each window."""
 
 log = Log(width=150)
 
 
 class GateError(Exception):
-    """Chosen pages do not compute what they should; their speed is of no interest."""
+    """The correctness check failed, so speed does not matter."""
 
 
 @dataclass(kw_only=True)
 class Row(bench.StepResult):
-    """One step."""
+    """One step of a number of layers."""
 
     chunk_size: int
     num_layers: int
     fill_seconds: float | None = None
     gradient_seconds: float | None = None
     kernels: dict[str, dict[str, Any]] | None = None
-    """Of a profiled step, by pass; see `kernel_times.whole_pass`."""
+    """Kernel times of a profiled step by pass; see `kernel_times.whole_pass`."""
     kernels_problem: str | None = None
-    """Why the record of kernels is not to be believed; the time is, all the same."""
+    """Why the kernel times cannot be trusted. The time of the step still can."""
     source: str | None = None
 
     @property
@@ -89,7 +89,7 @@ class Row(bench.StepResult):
         return self.num_layers, self.chunk_size, self.context
 
     def read(self, profile: Profile, by_pass: dict[str, list[float]]) -> None:
-        """Takes the kernels out of a profile of this step."""
+        """Take the kernel times from a profile of this step."""
         try:
             self.kernels = {name: whole_pass(profile.windows[name], seconds) for name, seconds in by_pass.items()}
             take_waits(self.kernels, self.waited_seconds)
@@ -100,7 +100,7 @@ class Row(bench.StepResult):
 
 @dataclass(kw_only=True)
 class Goal:
-    """A figure that was asked for, and what was measured."""
+    """A target and the measured value."""
 
     name: str
     limit: float
@@ -109,31 +109,31 @@ class Goal:
 
     @property
     def is_met(self) -> bool:
-        # Written so that NaN counts as not met.
+        # NaN compares as false, so it counts as missed.
         return self.value is not None and self.value <= self.limit
 
     def __str__(self) -> str:
         value = "not measured" if self.value is None else f"{self.value:.3g} {self.unit}".strip()
         verdict = "met" if self.is_met else "NOT MET"
-        return f"{self.name}: {value}, asked for {self.limit:g} {self.unit}".strip() + f": {verdict}"
+        return f"{self.name}: {value}, target {self.limit:g} {self.unit}".strip() + f": {verdict}"
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What was measured, on what, with which settings."""
+    """Results of one case, with its settings and the machine."""
 
     case: str
     model: str
     settings: dict[str, Any]
     machine: dict[str, Any]
     gates: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By layers and chunk size: how far losses and gradients were apart."""
+    """Largest differences in the correctness check, by layers and chunk size."""
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
 
     @classmethod
     def open(cls, path: Path, case: str, model: str, settings: dict[str, Any]) -> Report:
-        """A new report, with the rows that the file has of the same settings."""
+        """Return a report that continues the file's if the settings are the same."""
         report = cls(case=case, model=model, settings=settings, machine=metrics.machine())
         if path.exists():
             before = json.loads(path.read_text())
@@ -141,7 +141,7 @@ class Report:
                 report.gates = before["gates"]
                 report.rows = [Row(**row) for row in before["rows"]]
             else:
-                log.console.print(f"{path} has other settings: its rows are dropped", style="yellow")
+                log.console.print(f"{path} has other settings: its rows will be replaced", style="yellow")
         return report
 
     def add(self, row: Row, path: Path) -> None:
@@ -152,7 +152,7 @@ class Report:
 
 
 class Stand:
-    """A model on which steps of several settings are measured: loaded once, compiled once."""
+    """A model that is loaded and compiled once, to measure steps with several settings."""
 
     def __init__(
         self, model: str, num_layers: int | None = None, device: str = "auto", settings: dict[str, Any] | None = None
@@ -174,15 +174,15 @@ class Stand:
         return torch.randint(1, vocab_size, (1, context), generator=torch.Generator().manual_seed(context))
 
     def gate(self, chunk_size: int) -> dict[str, float]:
-        """How far gradients are apart where they must be equal but for rounding; `GateError` if it is too far."""
+        """Return the differences between gradients that should be equal; raise `GateError` if they are too large."""
         ids = self.ids(4 * chunk_size)
         num_pages = ids.shape[1] // self.settings["page_size"]
         on_gpu, on_host = {"gpu_memory": "auto"}, {"gpu_memory": 0}
         cases: dict[str, tuple[int, list[dict[str, Any] | None]]] = {
             "all pages": (num_pages, [None, on_gpu, on_host]),
-            "chosen pages": (max(1, num_pages // 8), [on_gpu, on_host]),
+            "selected pages": (max(1, num_pages // 8), [on_gpu, on_host]),
         }
-        apart = {}
+        differences = {}
         for name, (budget, places) in cases.items():
             reference: bench.BenchResult | None = None
             sample: dict[str, Tensor] = {}
@@ -197,21 +197,21 @@ class Stand:
                 row = bench.BenchResult(mode=name, context=ids.shape[1], loss=float(loss))
                 bench.compare_gradients(row, reference, self.network, sample)
                 if row.is_wrong:
-                    raise GateError(f"{name}, {place}, against {places[0] or 'standard training'}: {row.problem}")
+                    raise GateError(f"{name}, {place}, compared with {places[0] or 'standard training'}: {row.problem}")
                 if row.grad_difference is not None:
-                    apart[f"{name}, {'on the GPU' if place is on_gpu else 'on the host'}"] = row.grad_difference
+                    differences[f"{name}, {'on the GPU' if place is on_gpu else 'on the host'}"] = row.grad_difference
                 reference = reference or row
         self.clear()
-        return apart
+        return differences
 
     def warm_up(self, engine: Engine) -> None:
-        """A first step, in which kernels are built."""
+        """Take a first step, which compiles the kernels."""
         engine.loss(self.ids(WARM_UP_CHUNKS * engine.config.chunk_size)).backward()
         engine.release()
         self.clear()
 
     def measure(self, engine: Engine, context: int, profile: bool = False) -> Row:
-        """Time and memory of one step."""
+        """Measure time and memory of one step."""
         row = Row(context=context, chunk_size=engine.config.chunk_size, num_layers=self.num_layers)
         ids, clock = self.ids(context), ChunkClock(self.device)
         watch = Profile(clock, NUM_WINDOWS, WINDOW_CHUNKS) if profile else clock
@@ -253,7 +253,7 @@ class Stand:
 
 
 def time_goals(rows: Sequence[Row], limits: dict[int, float], per_token: tuple[int, int, float]) -> list[Goal]:
-    """Goals of the contexts that were measured."""
+    """Return the time targets of the measured contexts."""
     found = {row.context: row.seconds for row in rows if row.chunk_size == CHUNK_SIZE}
     goals = [
         Goal(name=f"{short_tokens(n)} tokens", limit=limit, value=found[n], unit="s")
@@ -264,15 +264,17 @@ def time_goals(rows: Sequence[Row], limits: dict[int, float], per_token: tuple[i
     if short in found and long in found:
         a, b = found[short], found[long]
         value = None if a is None or b is None else b / long / (a / short)
-        name = f"time per token at {short_tokens(long)} over that at {short_tokens(short)}"
+        name = f"time per token at {short_tokens(long)} relative to {short_tokens(short)}"
         goals.append(Goal(name=name, limit=most, value=value, unit=""))
     return goals
 
 
 def growth(rows: Iterable[Row], num_layers: int = WHOLE_LAYERS) -> tuple[float, str] | None:
-    """MB of peak GPU memory per 10,000 tokens with `num_layers` layers, and how it was found. Tables grow with layers
-    and context, buffers for chosen pages with the context alone (up to some 256K tokens), so two models with fewer
-    layers say what one with all of them takes. One alone gives too much rather than too little."""
+    """Return MB of peak GPU memory per 10,000 tokens with `num_layers` layers, and how it was determined.
+
+    Tables grow with layers and context, buffers for selected pages with the context only (up to about 256K tokens). So
+    two models with fewer layers predict the growth of the whole one. A single smaller model overestimates it.
+    """
     by_layers: dict[int, dict[int, int]] = {}
     for row in rows:
         if row.peak_bytes is not None and row.problem is None:
@@ -286,12 +288,11 @@ def growth(rows: Iterable[Row], num_layers: int = WHOLE_LAYERS) -> tuple[float, 
         return None
     if num_layers in slopes:
         return slopes[num_layers], f"measured with {num_layers} layers"
-    *_, most = slopes
+    fewest, most = min(slopes), max(slopes)
     if len(slopes) == 1:
         return slopes[most] * num_layers / most, f"measured with {most} layers, times {num_layers / most:g}"
-    least = min(slopes)
-    per_layer = (slopes[most] - slopes[least]) / (most - least)
-    how = f"measured with {least} and {most} layers, continued to {num_layers}"
+    per_layer = (slopes[most] - slopes[fewest]) / (most - fewest)
+    how = f"measured with {fewest} and {most} layers, extrapolated to {num_layers}"
     return slopes[most] + (num_layers - most) * per_layer, how
 
 
@@ -314,10 +315,10 @@ def table(report: Report) -> Table:
         "gradient": lambda row: units.seconds(row.gradient_seconds or 0.0),
         "tokens/s": lambda row: f"{row.tokens_per_second or 0:,.0f}",
         "peak": lambda row: units.gib(row.peak_bytes or 0),
-        "pages, GPU": lambda row: units.gib(row.gpu_page_bytes),
-        "host": lambda row: units.gib(row.host_page_bytes),
-        "moved in, out": lambda row: f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}",
-        "waited": lambda row: units.seconds(row.waited_seconds),
+        "GPU pages": lambda row: units.gib(row.gpu_page_bytes),
+        "host pages": lambda row: units.gib(row.host_page_bytes),
+        "copied in, out": lambda row: f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}",
+        "stall": lambda row: units.seconds(row.waited_seconds),
     }
     for name in columns:
         shown.add_column(name, justify="right")
@@ -327,8 +328,8 @@ def table(report: Report) -> Table:
 
 
 def kernel_table(rows: Sequence[Row]) -> Table:
-    """Seconds and shares by kind of kernel, both passes together."""
-    shown = Table(title="where the time goes, profiled chunks taken for all")
+    """Return seconds and shares by kind of kernel, over both passes."""
+    shown = Table(title="time by kind of kernel, extrapolated from the profiled chunks")
     shown.add_column("")
     profiled = [row for row in rows if row.kernels is not None]
     for row in profiled:
@@ -344,7 +345,7 @@ def kernel_table(rows: Sequence[Row]) -> Table:
     slowdowns = [
         "/".join(f"{found['slowdown'] or 1:.3f}" for found in (row.kernels or {}).values()) for row in profiled
     ]
-    shown.caption = f"profiled chunks took, of the time of the others, {', '.join(slowdowns)} (fill/gradient)"
+    shown.caption = f"slowdown of profiled chunks: {', '.join(slowdowns)} (fill/gradient)"
     return shown
 
 
@@ -368,29 +369,29 @@ def run(
     device: str = "auto",
     settings: dict[str, Any],
 ) -> Report:
-    """Measures all rows of a case: the smallest model first, the shortest context first."""
+    """Measure all rows of a case, smallest model and shortest context first."""
     path = out / f"sparse_{model}_{case}.json"
     report = Report.open(path, case, model, settings)
     for num_layers in layers:
         stand = Stand(model, num_layers, device, settings)
         for chunk_size in chunk_sizes:
-            apart = stand.gate(chunk_size)
-            report.gates[f"{stand.num_layers} layers, chunks of {chunk_size}"] = apart
-            log(f"gate passed, gradients at most {max(apart.values()):.1e} apart")
+            differences = stand.gate(chunk_size)
+            report.gates[f"{stand.num_layers} layers, chunks of {chunk_size}"] = differences
+            log(f"check passed: gradients differ by at most {max(differences.values()):.1e}")
             engine = stand.engine(chunk_size=chunk_size)
             stand.warm_up(engine)
             if profiled:
                 check_profiler(stand, engine)
-            log("warm")
+            log("warmed up")
             for context in sorted(contexts):
                 row = stand.measure(engine, context)
                 report.add(row, path)
                 if context in profiled:
-                    # Apart, since the profiler holds a step up for seconds.
+                    # In a step of its own, since the profiler delays it by seconds.
                     again = stand.measure(engine, context, profile=True)
                     row.kernels, row.kernels_problem = again.kernels, again.kernels_problem or again.problem
                     report.add(row, path)
-                figures = f"{row.seconds or 0:.2f} s, waited {row.waited_seconds:.2f} s, peak {row.peak_bytes or 0:,} B"
+                figures = f"{row.seconds or 0:.2f} s, stall {row.waited_seconds:.2f} s, peak {row.peak_bytes or 0:,} B"
                 log(f"{stand.num_layers} layers, chunks of {chunk_size:,}, {context:,}: {row.problem or figures}")
             del engine
         del stand
@@ -401,14 +402,14 @@ def run(
 
 
 def check_profiler(stand: Stand, engine: Engine) -> None:
-    """A short profiled step: what cannot be profiled here is to be known before the long ones."""
+    """Profile a short step, to find out before the long ones if profiling fails here."""
     row = stand.measure(engine, WARM_UP_CHUNKS * engine.config.chunk_size, profile=True)
     if row.problem is not None or row.kernels_problem is not None:
         raise GateError(f"the profiler: {row.problem or row.kernels_problem}")
 
 
 def goals_of(report: Report) -> list[Goal]:
-    """The goals that this report has the rows for. They are for one setting."""
+    """Return the targets for which this report has rows. They apply to one setting only."""
     given = report.model, report.settings["page_size"], report.settings["page_budget"]
     rows = [row for row in report.rows if row.chunk_size == CHUNK_SIZE]
     if given != (MODEL, PAGE_SIZE, BUDGET):
@@ -421,39 +422,39 @@ def goals_of(report: Report) -> list[Goal]:
 def main(
     case: Annotated[str, typer.Argument(help=f"One of {', '.join(CASES)}.")],
     model: Annotated[str, typer.Option(help="A preset, a folder or a hub id.")] = MODEL,
-    contexts: Annotated[str, typer.Option(help="Contexts, as in 64K,1M. Default: those of the case.")] = "",
-    chunk_sizes: Annotated[str, typer.Option(help="Chunk sizes; the goals are for 4096.")] = str(CHUNK_SIZE),
+    contexts: Annotated[str, typer.Option(help="Contexts, for example 64K,1M. Default: those of the case.")] = "",
+    chunk_sizes: Annotated[str, typer.Option(help="Chunk sizes; the targets apply to 4096.")] = str(CHUNK_SIZE),
     profile: Annotated[
         str,
-        typer.Option(help=f"Contexts whose kernels are recorded, or none. Default for times: {PROFILED}."),
+        typer.Option(help=f"Contexts to profile by kernel, or none. Default for times: {PROFILED}."),
     ] = "",
-    layers: Annotated[str, typer.Option(help="Only the first so many layers, as in 7,14.")] = "",
-    budget: Annotated[int, typer.Option(help="Pages of the past that a tile of queries reads.")] = BUDGET,
+    layers: Annotated[str, typer.Option(help="Numbers of layers to keep, for example 7,14.")] = "",
+    budget: Annotated[int, typer.Option(help="Past pages that a query tile reads.")] = BUDGET,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = PAGE_SIZE,
     device: Device = "auto",
-    out: Annotated[Path, typer.Option(help="The folder to write to.")] = OUT,
+    out: Annotated[Path, typer.Option(help="Output folder.")] = OUT,
 ) -> None:
     if case not in CASES:
-        raise typer.BadParameter(f"{case!r} is no case; the cases are {', '.join(CASES)}")
+        raise typer.BadParameter(f"unknown case {case!r}; use one of {', '.join(CASES)}")
     has_gpu = torch.cuda.is_available() and device != "cpu"
     profile = profile or (PROFILED if has_gpu and case == "times" else "none")
     if profile != "none" and not has_gpu:
-        raise typer.BadParameter("--profile needs a GPU: it reads the GPU's own record of its kernels")
-    usual_contexts, usual_layers, more = CASES[case]
+        raise typer.BadParameter("--profile needs a GPU: it reads the GPU's kernel trace")
+    default_contexts, default_layers, more = CASES[case]
     try:
         report = run(
             case,
             model,
-            contexts=parse_list(contexts or usual_contexts, parse_tokens),
+            contexts=parse_list(contexts or default_contexts, parse_tokens),
             profiled=[] if profile == "none" else parse_list(profile, parse_tokens),
             chunk_sizes=parse_list(chunk_sizes, parse_tokens),
-            layers=parse_list(layers or usual_layers, int) if layers or usual_layers else [None],
+            layers=parse_list(layers or default_layers, int) if layers or default_layers else [None],
             out=out,
             device=device,
             settings={"page_size": page_size, "page_budget": budget, **more},
         )
     except GateError as error:
-        log.verdict(f"the gate is shut: {error}", False)
+        log.verdict(f"the correctness check failed: {error}", False)
         raise typer.Exit(1) from None
     if any(row.kernels is not None for row in report.rows):
         log.console.print(kernel_table(report.rows))

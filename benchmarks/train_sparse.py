@@ -1,15 +1,15 @@
-"""Does training with chosen pages learn as dense training does? SmolLM2-135M goes on with real text at 64K tokens.
+"""Compare training with sparse and with dense attention: SmolLM2-135M on real text at 64K tokens.
 
     python benchmarks/train_sparse.py                        # both runs: about eight minutes on an H200
-    python benchmarks/train_sparse.py --mode dense           # one of them: the other stays in the file as it is
-    python benchmarks/train_sparse.py --mode none            # only the table and the picture, from the file
+    python benchmarks/train_sparse.py --mode dense           # one run; the other one stays in the file
+    python benchmarks/train_sparse.py --mode none            # only the table and the plot, from the file
 
-Twice the same weights, the same windows of the standard library's source in the same order and the same optimizer; only
-the attention differs. The model was trained at 8192 tokens, so its RoPE is stretched to the window with YaRN. Weights
-and AdamW are in float32, matrix products and attention in bfloat16 (autocast).
+Both runs have the same weights, the same examples of the standard library's source in the same order and the same
+optimizer. The model was trained at 8192 tokens, so YaRN extends its RoPE. Weights and AdamW are in float32, matrix
+products and attention in bfloat16 (autocast). smollm2.py says where the weights come from.
 
-Writes a JSON after every step, and a picture beside it. The final training loss is the mean of the last ten steps; exit
-code 1 if the two are further apart than was asked for. benchmarks/smollm2.py says where the weights come from.
+Writes train_sparse.json after every step, and train_sparse.png. The final loss is the mean training loss of the last
+ten steps. Exit code 1 if the final losses differ by more than the target.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from oomb.utils.units import parse_tokens
 
 MODES = ("dense", "sparse")
 ASKED = 0.02
-"""Nats between the two final training losses, at the most."""
+"""Target: largest difference between the final losses, in nats."""
 NUM_FINAL = 10
-"""Steps whose mean is the final loss."""
+"""Steps averaged for the final loss."""
 WARM_UP, LAST_RATE, CLIP, BETAS, WEIGHT_DECAY = 10, 0.1, 1.0, (0.9, 0.95), 0.1
-"""Steps in which the learning rate rises, and its share at the end of a cosine; the rest are AdamW's usual ones."""
+"""Warm-up steps, final fraction of the learning rate after a cosine, gradient clipping, and AdamW's settings."""
 COLORS = {"dense": "tab:blue", "sparse": "tab:orange"}
 
 log = Log(width=140)
@@ -50,14 +50,14 @@ log = Log(width=140)
 
 @dataclass
 class Run:
-    """One training run, as far as it has come."""
+    """One training run so far."""
 
     mode: str
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     held_out: dict[str, float] = field(default_factory=dict)
-    """Loss of the trained model on a window it has not seen: read as it was trained, and densely."""
+    """Loss of the trained model on a held-out example, with its own and with dense attention."""
     source: str | None = None
 
     @property
@@ -65,17 +65,17 @@ class Run:
         return statistics.fmean(self.losses[-NUM_FINAL:]) if len(self.losses) >= NUM_FINAL else None
 
 
-def order(num_windows: int, num_steps: int, seed: int) -> list[int]:
-    """Which window each step is trained on: all of them in random order, then all of them in another."""
+def order(num_examples: int, num_steps: int, seed: int) -> list[int]:
+    """Return the example of each step: all examples in random order, then in another one."""
     found: list[int] = []
     generator = torch.Generator().manual_seed(seed)
     while len(found) < num_steps:
-        found += torch.randperm(num_windows, generator=generator).tolist()
+        found += torch.randperm(num_examples, generator=generator).tolist()
     return found[:num_steps]
 
 
 def rate_share(step: int, num_steps: int) -> float:
-    """Of the learning rate: a rise, then a cosine down to `LAST_RATE`."""
+    """Return the fraction of the learning rate: linear warm-up, then cosine decay to `LAST_RATE`."""
     warm_up = min(WARM_UP, num_steps // 2)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -87,14 +87,14 @@ def train(
     model: Any,
     start: dict[str, Tensor],
     run: Run,
-    windows: Sequence[Tensor],
+    examples: Sequence[Tensor],
     held_out: Tensor | None,
     settings: dict[str, Any],
     *,
     budget: int | None,
     on_step: Callable[[Run], None],
 ) -> None:
-    """Trains `model` from the weights `start`, one window a step."""
+    """Train `model` from the weights `start` with one example per step."""
     model.load_state_dict(start)
     torch.manual_seed(settings["seed"])
     device, pages = model.device, {"chunk_size": settings["chunk_size"], "page_size": settings["page_size"]}
@@ -104,17 +104,17 @@ def train(
     )
     meter = metrics.MemoryMeter(device)
     precision = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    for step, window in enumerate(windows):
+    for step, ids in enumerate(examples):
         begin = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = settings["learning_rate"] * rate_share(step, len(windows))
+            group["lr"] = settings["learning_rate"] * rate_share(step, len(examples))
         with precision:
-            loss = engine.loss(window)
+            loss = engine.loss(ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # Reading the loss waits for the step.
+        # Reading the loss synchronizes with the GPU.
         run.losses.append(float(loss.detach()))
         run.seconds.append(time.perf_counter() - begin)
         run.peak_bytes = meter.peak_bytes
@@ -133,17 +133,16 @@ def train(
 
 
 def difference(runs: dict[str, Run]) -> float | None:
-    """Final loss with chosen pages less that of dense training."""
-    found = [runs[mode].final_loss if mode in runs else None for mode in MODES]
-    dense, sparse = found
+    """Return the final loss of sparse minus that of dense training."""
+    dense, sparse = (runs[mode].final_loss if mode in runs else None for mode in MODES)
     return None if dense is None or sparse is None else sparse - dense
 
 
 def is_met(runs: dict[str, Run], num_steps: int, asked: float) -> bool:
-    """Whether both runs came to their end as close together as was asked for."""
-    apart = difference(runs)
-    # Written so that NaN counts as not met.
-    return apart is not None and all(len(runs[mode].losses) == num_steps for mode in MODES) and abs(apart) <= asked
+    """Return whether both runs are complete and their final losses are close enough."""
+    gap = difference(runs)
+    # NaN compares as false, so it counts as missed.
+    return gap is not None and all(len(runs[mode].losses) == num_steps for mode in MODES) and abs(gap) <= asked
 
 
 def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], runs: dict[str, Run]) -> None:
@@ -158,18 +157,18 @@ def write(path: Path, settings: dict[str, Any], machine: dict[str, Any], runs: d
 
 
 def read(path: Path, settings: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any], dict[str, Run]]:
-    """Settings, machine and runs of a file. Runs of other settings than these are left out."""
+    """Return settings, machine and runs of a file, without runs of other settings."""
     if not path.exists():
         return settings or {}, metrics.machine(), {}
     record = json.loads(path.read_text())
     if settings is not None and record["settings"] != settings:
-        log.console.print(f"{path} has other settings: its runs are dropped", style="yellow")
+        log.console.print(f"{path} has other settings: its runs will be replaced", style="yellow")
         return settings, metrics.machine(), {}
     return record["settings"], record["machine"], {mode: Run(**run) for mode, run in record["runs"].items()}
 
 
 def table(settings: dict[str, Any], runs: dict[str, Run]) -> Table:
-    shown = Table(title=f"{settings['model']}, windows of {settings['length']:,} tokens")
+    shown = Table(title=f"{settings['model']}, examples of {settings['length']:,} tokens")
     for column in ("", "steps", "first loss", "final loss", "held out", "held out, dense", "time per step", "peak"):
         shown.add_column(column, justify="right" if column else "left")
     for mode, run in runs.items():
@@ -186,14 +185,14 @@ def table(settings: dict[str, Any], runs: dict[str, Run]) -> Table:
 
 
 def plot(settings: dict[str, Any], runs: dict[str, Run], path: Path) -> None:
-    """Both curves, and their difference below."""
+    """Plot both loss curves and their difference."""
     figure = new_figure(7, 5.5)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     names = {"dense": "dense attention", "sparse": f"{settings['budget']} pages of {settings['page_size']}"}
     for mode, run in runs.items():
         steps = range(1, len(run.losses) + 1)
         above.plot(steps, run.losses, color=COLORS[mode], label=names[mode], linewidth=1.2)
-    above.set_title(f"{settings['model']}, {settings['length']:,} tokens a step, {settings['text']}")
+    above.set_title(f"{settings['model']}, {settings['length']:,} tokens per step, {settings['text']}")
     above.set_ylabel("training loss")
     above.grid(alpha=0.3)
     above.legend(frameon=False)
@@ -208,46 +207,47 @@ def plot(settings: dict[str, Any], runs: dict[str, Run], path: Path) -> None:
 
 
 def main(
-    mode: Annotated[str, typer.Option(help="dense, sparse, both, or none to draw what the file has.")] = "both",
+    mode: Annotated[str, typer.Option(help="dense, sparse, both, or none to plot the file.")] = "both",
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 100,
-    length: Annotated[str, typer.Option(help="Tokens of a window, one to a step.")] = "64K",
+    length: Annotated[str, typer.Option(help="Tokens of an example; one per step.")] = "64K",
     chunk_size: Annotated[int, typer.Option(help="Tokens per chunk.")] = 4096,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
-    budget: Annotated[int, typer.Option(help="Pages that a tile of queries reads.")] = 64,
-    learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 2e-4,
-    seed: Annotated[int, typer.Option(help="Of the order of the windows.")] = 0,
+    budget: Annotated[int, typer.Option(help="Pages that a query tile reads.")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-4,
+    seed: Annotated[int, typer.Option(help="Seed of the order of examples.")] = 0,
     gguf: Gguf = None,
     device: Device = "auto",
-    out: Annotated[Path, typer.Option(help="Where to write.")] = OUT / "train_sparse.json",
+    out: Annotated[Path, typer.Option(help="Output file.")] = OUT / "train_sparse.json",
 ) -> None:
-    wanted = {"both": MODES, "none": (), **{name: (name,) for name in MODES}}.get(mode)
-    if wanted is None:
-        raise typer.BadParameter(f"{mode!r} is no mode; the modes are both, none, {', '.join(MODES)}")
-    if not wanted:
+    modes = {"both": MODES, "none": (), **{name: (name,) for name in MODES}}.get(mode)
+    if modes is None:
+        raise typer.BadParameter(f"unknown mode {mode!r}; use both, none, {' or '.join(MODES)}")
+    if not modes:
         settings, _, runs = read(out, None)
         if not runs:
-            raise typer.BadParameter(f"{out} has no runs; train them first")
+            raise typer.BadParameter(f"{out} has no runs to plot: train first")
     else:
-        settings, runs = go(wanted, steps, parse_tokens(length), chunk_size, page_size, budget, learning_rate, seed,
-                            gguf, device, out)  # fmt: skip
+        settings, runs = train_modes(modes, steps, parse_tokens(length), chunk_size, page_size, budget, learning_rate,
+                                     seed, gguf, device, out)  # fmt: skip
     log.console.print(table(settings, runs))
     picture = out.with_suffix(".png")
     plot(settings, runs, picture)
     log.console.print(f"written to {out} and {picture}")
     if len(runs) < len(MODES):
         return
-    met, apart = is_met(runs, settings["steps"], ASKED), difference(runs)
-    told = "" if apart is None else f": sparse less dense is {apart:+.4f}"
-    verdict = f"final losses are within {ASKED}" if met else f"final losses are NOT within {ASKED}, or a run is short"
-    log.verdict(verdict + told, met)
+    met, gap = is_met(runs, settings["steps"], ASKED), difference(runs)
+    verdict = (
+        f"final losses are within {ASKED}" if met else f"final losses are NOT within {ASKED}, or a run is incomplete"
+    )
+    log.verdict(f"final losses {verdict}" + ("" if gap is None else f": sparse minus dense is {gap:+.4f}"), met)
     raise typer.Exit(0 if met else 1)
 
 
-def go(
+def train_modes(
     modes: Sequence[str], num_steps: int, length: int, chunk_size: int, page_size: int, budget: int, rate: float,
     seed: int, gguf: Path | None, device: str, out: Path,
 ) -> tuple[dict[str, Any], dict[str, Run]]:  # fmt: skip
-    """Loads model and text, and makes the runs."""
+    """Load model and text, and train the modes."""
     import smollm2
 
     model, tokenizer = smollm2.load(gguf, device, torch.float32)
@@ -259,11 +259,11 @@ def go(
         "chunk_size": chunk_size, "page_size": page_size, "budget": budget, "learning_rate": rate,
         "precision": "float32 weights, bfloat16 autocast on a GPU", "rope": rope, "seed": seed,
     }  # fmt: skip
-    log(f"{len(text.train)} windows of {length:,} tokens, RoPE {rope}")
+    log(f"{len(text.train)} examples of {length:,} tokens, RoPE {rope}")
     _, _, runs = read(out, settings)
     machine = metrics.machine()
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    windows = [text.train[i]["input_ids"][None] for i in order(len(text.train), num_steps, seed)]
+    examples = [text.train[i]["input_ids"][None] for i in order(len(text.train), num_steps, seed)]
     held_out = text.held_out[0]["input_ids"][None] if text.held_out is not None else None
 
     def on_step(run: Run) -> None:
@@ -281,7 +281,7 @@ def go(
             model,
             start,
             run,
-            windows,
+            examples,
             held_out,
             settings,
             budget=budget if mode == "sparse" else None,

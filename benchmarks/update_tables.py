@@ -1,7 +1,9 @@
-"""Writes the tables of README.md and docs/ from benchmarks/results/*.json, between their markers.
+"""Write the measured tables of README.md and docs/ from benchmarks/results/*.json, between their markers.
 
-python benchmarks/update_tables.py            # rewrite
-python benchmarks/update_tables.py --check    # exit 1 if the README does not say what the files say
+    python benchmarks/update_tables.py            # rewrite the documents
+    python benchmarks/update_tables.py --check    # exit 1 if they differ from the result files
+
+It reads the JSON files and writes none.
 """
 
 from __future__ import annotations
@@ -11,141 +13,95 @@ from typing import Any
 
 import common
 import long_tables
-from common import exists, load, steps
-from sparse_tables import SPARSE, fidelity, sparse_details, sparse_rows, sparse_summary
+from common import exists, load, markdown_table, steps
+from long_tables import tiers
+from sparse_tables import SPARSE, american, fidelity, sparse_details, sparse_rows, sparse_summary
 
 from oomb.utils import units
-
-
-def cell(row: dict[str, Any]) -> str:
-    """Time and memory of a row."""
-    if row["seconds"] is None:
-        return row["problem"]
-    on_host = f" and {row['host_page_bytes'] / 2**30:.0f} GiB on the host" if row["host_page_bytes"] else ""
-    return f"{row['seconds']:.1f} s, {row['peak_bytes'] / 2**30:.0f} GiB{on_host}"
 
 
 def rows_of(mode: str, report: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {row["context"]: row for row in report["rows"] if row["mode"] == mode}
 
 
-def tiers() -> dict[str, dict[int, dict[str, Any]]]:
-    """Measured rows of the lean setting by place and context: all on the GPU, and all on the host."""
-    rows = [row for row in steps("plan_check.json") if row["case"] == "full-lean-kept" and not row["problem"]]
-    return {place: {row["context"]: row for row in rows if row["place"] == place} for place in ("gpu", "host")}
-
-
-def growth(rows: dict[int, dict[str, Any]], shortest: int) -> tuple[int, int, int]:
-    """Peak GPU bytes more at the longest context than at `shortest`, pages and outputs by arithmetic, tokens more."""
-    longest = max(rows)
-    pages = [
-        sum(t["num_bytes"] for t in rows[n]["terms"] if t["grows"] and t["tier"] == "gpu") for n in (shortest, longest)
-    ]
-    measured = rows[longest]["measured_gpu_bytes"] - rows[shortest]["measured_gpu_bytes"]
-    return measured, pages[1] - pages[0], longest - shortest
-
-
-def by(megabytes: float) -> str:
-    return "it does not grow" if megabytes <= 0 else f"by {megabytes:.2f} MB per 10,000 tokens"
-
-
 def table() -> str:
-    """oomb beside standard training; then the same step with all that grows on the GPU, and all of it on the host."""
+    """Return the README's tables: oomb and standard training, then oomb with the least GPU memory."""
     report = load("exact_qwen2.5-7b_standard.json")
     oomb, standard = rows_of("oomb", report), rows_of("standard", report)
     machine, settings = report["machine"], report["settings"]
-    notes = ["No optimizer is counted in: AdamW's states would take 28 GiB more."]
-    if spilled := [f"{context:,}" for context, row in sorted(oomb.items()) if row["host_page_bytes"]]:
-        notes.append(
-            f"oomb leaves room for them, so at {' and '.join(spilled)} tokens attention outputs go to the host."
-        )
-    lines = [
-        f"Qwen2.5-7B shape, {settings['dtype']}, batch 1, one step: forward and backward with all parameter gradients. "
-        f"One {machine['gpu']['name']}, PyTorch {machine['versions']['torch']}, chunks of "
-        f"{settings['chunk_size']:,} tokens, all else by default. Time and peak GPU memory of one step "
-        "each, after a warm-up step:",
-        "",
-        "| context | oomb | standard training, same run |",
-        "|---:|---:|---:|",
-        *(f"| {n:,} | {cell(oomb[n])} | {cell(standard[n])} |" for n in sorted(oomb)),
-        "",
-        " ".join(notes),
-        "",
-        "Standard training is Hugging Face with every layer checkpointed, cuDNN attention and a tiled loss. By default "
-        "oomb buys speed with memory: activations of a chunk, float32 sums of gradients, attention outputs. In little "
-        'GPU memory (`checkpoint_layers=True, param_grad_dtype="param"`), with all that grows, attention outputs too, '
-        "on the GPU (`host_memory=0`) or on the host (`gpu_memory=0`):",
-        "",
-        "| context | on the GPU | on the host | host memory | moved in, out | waited |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
     by_place = tiers()
-    for context, row in sorted(by_place["host"].items()):
-        on_gpu, on_host = (
-            f"{r['measured_seconds']:.1f} s, {r['measured_gpu_bytes'] / 2**30:.1f} GiB"
-            for r in (by_place["gpu"][context], row)
-        )
-        moved = f"{row['loaded_bytes'] / 2**30:,.0f}, {row['stored_bytes'] / 2**30:,.0f} GiB"
-        lines.append(
-            f"| {context:,} | {on_gpu} | {on_host} | {row['measured_host_bytes'] / 2**30:.1f} GiB | {moved} | "
-            f"{row['waited_seconds']:.2f} s |"
-        )
-    on_gpu_alone = {row["context"]: row for row in steps("plan_check_growth.json")}
-    shortest, longest = min(on_gpu_alone), max(on_gpu_alone)
-    measured, pages, _ = growth(on_gpu_alone, shortest)
-    middle = sorted(by_place["host"])[1]
-    more, _, tokens = growth(by_place["host"], middle)
-    error = load("gradient_error_qwen2.5-7b_16384_512.json")["summary"]["oomb default"]["worst_ratio_to_standard"]
     small = steps("plan_check_24gib.json")[0]
-    lines += [
+
+    def gib(num_bytes: int, digits: int = 0) -> str:
+        return f"{num_bytes / 2**30:.{digits}f} GiB" if num_bytes else ""
+
+    exact = {
+        "context": lambda n: f"{n:,}",
+        "oomb: time": lambda n: f"{oomb[n]['seconds']:.1f} s",
+        "GPU memory": lambda n: gib(oomb[n]["peak_bytes"]),
+        "host memory": lambda n: gib(oomb[n]["host_page_bytes"]),
+        "standard: time": lambda n: f"{standard[n]['seconds']:.1f} s",
+        "GPU memory ": lambda n: gib(standard[n]["peak_bytes"]),
+        "speedup": lambda n: f"{standard[n]['seconds'] / oomb[n]['seconds']:.2f}x",
+    }
+    lean = {
+        "context": lambda n: f"{n:,}",
+        "on the GPU: time": lambda n: f"{by_place['gpu'][n]['measured_seconds']:.1f} s",
+        "GPU memory": lambda n: gib(by_place["gpu"][n]["measured_gpu_bytes"], 1),
+        "on the host: time": lambda n: f"{by_place['host'][n]['measured_seconds']:.1f} s",
+        "GPU memory ": lambda n: gib(by_place["host"][n]["measured_gpu_bytes"], 1),
+        "host memory": lambda n: gib(by_place["host"][n]["measured_host_bytes"], 1),
+    }
+    lines = [
+        f"One training step (forward and backward, all parameter gradients, no optimizer) of the Qwen2.5-7B shape in "
+        f"{settings['dtype']}, batch size 1, on one {machine['gpu']['name']} with PyTorch "
+        f"{machine['versions']['torch']}. oomb uses chunks of {settings['chunk_size']:,} tokens and otherwise its "
+        "defaults. Standard training is Hugging Face with activation checkpointing, cuDNN attention and a tiled loss:",
         "",
-        f"From {shortest:,} to {longest:,} tokens memory on the GPU grows by {measured / 2**30:.2f} GiB, where K, V, "
-        f"their gradients and attention outputs take {pages / 2**30:.2f} GiB more; with all of that on the host, from "
-        f"{middle:,} tokens on, {by(more / tokens * 10_000 / 1e6)}. Against a float32 "
-        f"reference, at 32 chunks, no layer's gradient error is above {error:.2f} times that of standard training.",
+        *markdown_table(exact, sorted(oomb)),
         "",
-        f"On a GPU held to 24 GiB, a step with LoRA (rank 16 on all linear layers) at {small['context']:,} tokens, "
-        f"exact and {'all else by default' if small.get('autocast') else 'with adapters in float32'}, takes "
-        f"{small['measured_seconds']:.0f} s and "
-        f"{small['measured_gpu_bytes'] / 2**30:.1f} GiB, with {small['measured_host_bytes'] / 2**30:.0f} GiB on the "
-        "host.",
+        "By default oomb spends spare GPU memory on speed, and leaves room for AdamW's states (28 GiB here). With the "
+        'least GPU memory (`checkpoint_layers=True, param_grad_dtype="param"`) and everything that grows with the '
+        "context on the GPU (`host_memory=0`) or on the host (`gpu_memory=0`):",
         "",
-        "The figures come from [benchmarks/results](benchmarks/results); `oomb bench` measures your own machine, "
-        "[`oomb plan`](docs/plan.md) predicts memory and time without a GPU.",
-    ]  # fmt: skip
+        *markdown_table(lean, sorted(by_place["host"])),
+        "",
+        f"On a GPU limited to 24 GiB, a LoRA step (rank 16 on all linear layers) at {small['context']:,} tokens takes "
+        f"{small['measured_seconds']:.0f} s, {small['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory and "
+        f"{small['measured_host_bytes'] / 2**30:.0f} GiB of host memory, with exact attention. The data is in "
+        "[benchmarks/results](benchmarks/results). Measure your own machine with `oomb bench`, or predict any GPU with "
+        "[`oomb plan`](docs/plan.md).",
+    ]
     return "\n".join(lines)
 
 
 def headline() -> str:
     report, by_place = load("exact_qwen2.5-7b_standard.json"), tiers()
     context = max(rows_of("standard", report))
-    ours, standard = (rows_of(mode, report)[context] for mode in ("oomb", "standard"))
-    further = by_place["host"][max(by_place["host"])]
-    done = [row for row in sparse_rows("times") if row["problem"] is None] if exists(SPARSE.format("times")) else []
-    chosen = max(done, key=lambda row: row["context"], default=None)
-    return (
-        f"On one {report['machine']['gpu']['name']}, a step of the Qwen2.5-7B shape at {context:,} tokens takes "
-        f"**{ours['seconds']:.1f} s where standard training takes {standard['seconds']:.1f} s**; at "
-        f"{further['context']:,} tokens {further['measured_seconds']:.0f} s in "
-        f"{further['measured_gpu_bytes'] / 2**30:.0f} GiB of GPU memory (AdamW: 28 GiB more), with K, V and their "
-        "gradients in host memory"
-        + (
-            f"; with attention to chosen pages, {chosen['context']:,} tokens in {chosen['seconds']:.0f} s"
-            if chosen
-            else ""
-        )
-        + "".join(
-            f"; with LoRA and pages in 8 bits, **{row['context']:,} tokens in {units.seconds(common.seconds(row))}**"
-            for row in long_tables.measured(long_tables.LORA)
-        )
-        + " ([performance](#performance))."
+    oomb, standard = (rows_of(mode, report)[context] for mode in ("oomb", "standard"))
+    offloaded = by_place["host"][max(by_place["host"])]
+    text = (
+        f"On one {report['machine']['gpu']['name']}, a training step of the Qwen2.5-7B shape (forward and backward) "
+        f"takes **{oomb['seconds']:.1f} s at {context:,} tokens, versus {standard['seconds']:.1f} s with standard "
+        f"training**. At {offloaded['context']:,} tokens it takes {offloaded['measured_seconds']:.0f} s in "
+        f"{offloaded['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory (28 GiB more with AdamW), with K, V and "
+        "their gradients in host memory."
     )
+    done = [row for row in sparse_rows("times") if row["problem"] is None] if exists(SPARSE.format("times")) else []
+    if sparse := max(done, key=lambda row: row["context"], default=None):
+        text += f" Sparse attention (approximate) takes {sparse['seconds']:.0f} s for {sparse['context']:,} tokens."
+    for row in long_tables.measured(long_tables.LORA):
+        text += (
+            f" With LoRA and int8 pages as well, one GPU trains on **{row['context']:,} tokens in "
+            f"{units.seconds(common.seconds(row))}**."
+        )
+    return text + " See [performance](#performance)."
 
 
 def sums() -> str:
-    """Error of bfloat16 and float32 sums over chunks, beside standard training."""
+    """Return the gradient error of bfloat16 and float32 sums over chunks, for docs/numerics.md."""
     lines = [
-        "| model, tokens | chunks | standard training | sums in bfloat16 | sums in float32 |",
+        "| model, tokens | chunks | standard training | bfloat16 sums | float32 sums |",
         "|---|---:|---:|---:|---:|",
     ]
     for chunk_size in (512, 64, 16):
@@ -156,19 +112,27 @@ def sums() -> str:
         ]
         chunks = result["context"] // chunk_size
         lines.append(f"| `{result['model']}`, {result['context']:,} | {chunks} | {' | '.join(cells)} |")
+    large = load("gradient_error_qwen2.5-7b_16384_512.json")
+    ratio = large["summary"]["oomb default"]["worst_ratio_to_standard"]
+    num_chunks = large["context"] // large["chunk_size"]
+    lines += [
+        "",
+        f"With the Qwen2.5-7B shape at {large['context']:,} tokens in {num_chunks} chunks, no layer's gradient error "
+        f"exceeds {ratio:.2f} times that of standard training.",
+    ]
     return "\n".join(lines)
 
 
 EIGHT_BITS = {"eight_bits_smollm2.json": "SmolLM2-135M", "eight_bits_qwen2.5-7b.json": "Qwen2.5-7B shape"}
-"""Results of eight_bits.py, and what each model is called."""
+"""Result files of eight_bits.py, with the name of each model."""
 
 
 def eight_bits() -> str:
-    """How near pages in 8 bits stay to pages in 16, for docs/limits.md: as much as there are files of."""
+    """Return the comparison of int8 with bfloat16 pages for docs/limits.md: whatever there are files of."""
     lines = [
-        "The gradient of all parameters against that of pages in bfloat16 (`benchmarks/eight_bits.py`), cosine:",
+        "Cosine similarity of all parameter gradients with those of bfloat16 pages (`benchmarks/eight_bits.py`):",
         "",
-        "| model | text | attention | tokens, chunks | K and V in 8 bits | gradients too |",
+        "| model | text | attention | tokens, chunks | int8 K and V | int8 gradients as well |",
         "|---|---|---|---:|---:|---:|",
     ]
     rows = []
@@ -177,13 +141,13 @@ def eight_bits() -> str:
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for row in report["rows"]:
             std = row.get("std")
-            text = row["text"] if std is None else f"{row['text']}, weights of std {std:g}"
+            text = row["text"] if std is None else f"{row['text']}, weights with std {std:g}"
             found.setdefault((text, row["attention"]), {})[row["variant"]] = row
         for (text, attention), row in found.items():
-            keys, all_of_it = row["K and V in int8"], row["all in int8"]
+            keys, everything = row["K and V in int8"], row["all in int8"]
             rows.append(
                 f"| {model} | {text} | {attention} | {report['settings']['tokens']:,}, {keys['num_chunks']} | "
-                f"{keys['cosine']:.5f} | {all_of_it['cosine']:.5f} |"
+                f"{keys['cosine']:.5f} | {everything['cosine']:.5f} |"
             )
     return "\n".join(lines + rows) if rows else ""
 
@@ -192,34 +156,37 @@ FINETUNED = "finetune_smollm2"
 
 
 def beyond_luck(needle: dict[str, Any]) -> str:
-    """Where more needles are found than luck finds: by more than two standard errors of a guess."""
+    """Return at which lengths the accuracy exceeds chance by more than two standard errors of a guess."""
     chance = needle["chance"]
-    sure = [
+    significant = [
         f"{row['length']:,}"
         for row in needle["lengths"]
         if row["accuracy"] > chance + 2 * (chance * (1 - chance) / row["count"]) ** 0.5
     ]
-    if not sure:
-        return "At no length that is more than luck: what training has lowered is the loss."
-    if len(sure) == len(needle["lengths"]):
-        return "At every length that is more than luck."
-    return f"That is more than luck at {', '.join(sure)} tokens and not at the other lengths."
+    if not significant:
+        return "No length is significantly above chance: training has lowered the loss only."
+    if len(significant) == len(needle["lengths"]):
+        return "Every length is significantly above chance."
+    return f"The accuracy is significantly above chance at {', '.join(significant)} tokens, not at the other lengths."
 
 
 def finetune() -> str:
-    """A fine-tune before and after, for docs/finetune.md; nothing as long as there is no such run."""
+    """Return the results of the fine-tuning example for docs/finetune.md; nothing if there is no such run."""
     if not exists(f"{FINETUNED}.json"):
         return ""
     report = load(f"{FINETUNED}.json")
     settings, machine, gpu = report["settings"], report["machine"], report["machine"]["gpu"]
     pages = settings["page_budget"]
-    attention = "dense attention" if pages is None else f"{pages} pages of {settings['page_size']} tokens for each tile"
+    attention = (
+        "dense attention" if pages is None else f"{pages} pages of {settings['page_size']} tokens per query tile"
+    )
     lines = [
-        "## What came of it",
+        "## Results",
         "",
-        f"{settings['model']} ({settings['weights']}), {settings['steps']} steps of {settings['length']:,} tokens of "
-        f"{settings['text']} ({settings['num_files']:,} files, {settings['num_bytes'] / 1e6:.1f} MB), {attention}, on "
-        f"{'one ' + gpu['name'] if gpu else 'a CPU'} with PyTorch {machine['versions']['torch']}:",
+        f"{settings['model']} ({american(settings['weights'])}) was trained for {settings['steps']} steps of "
+        f"{settings['length']:,} tokens on {settings['text']} ({settings['num_files']:,} files, "
+        f"{settings['num_bytes'] / 1e6:.1f} MB) with {attention}, on {'one ' + gpu['name'] if gpu else 'a CPU'} with "
+        f"PyTorch {machine['versions']['torch']}:",
         "",
         "| | before | after |",
         "|---|---:|---:|",
@@ -237,44 +204,44 @@ def finetune() -> str:
     needle = [report["needle"][w] for w in when]
     for rows in zip(*(found["lengths"] for found in needle)):
         cells = " | ".join(f"{r['accuracy']:.0%} ({r['control_accuracy']:.0%})" for r in rows)
-        lines.append(f"| needles found in {rows[0]['length']:,} tokens (without any) | {cells} |")
+        lines.append(f"| needles found in {rows[0]['length']:,} tokens (control) | {cells} |")
     for key, name, form in (
         ("accuracy", "needles found, all lengths", ".0%"), ("share", "share of the right code", ".0%"),
-        ("exact", "written exactly", ".0%"), ("gain", "gain, nats an answer", "+.2f"),
+        ("exact", "exact answers", ".0%"), ("gain", "gain per answer, nats", "+.2f"),
     ):  # fmt: skip
         lines.append(row(name, [found[key] for found in needle], form))
     low, high = needle[1]["interval"]
     took, peak = report["seconds"], report["peak_bytes"]
     whole = peak["gpu"] if "gpu" in peak else peak["process"]
-    host = f" and {peak['host_pages'] / 2**30:.1f} GiB on the host" if peak["host_pages"] else ""
+    host = f", and {peak['host_pages'] / 2**30:.1f} GiB on the host" if peak["host_pages"] else ""
     lines += [
         "",
-        f"Guessing finds {needle[1]['chance']:.0%} of the needles; in brackets is what the same questions give where "
-        "no needle is hidden, which is luck. The 95% interval of all that were found after training is "
-        f"{low:.0%} to {high:.0%}. {beyond_luck(needle[1])}",
+        f"Guessing finds {needle[1]['chance']:.0%} of the needles. The control, in parentheses, asks the same "
+        "questions about a text without needles, so it shows luck. The 95% interval of the accuracy over all lengths "
+        f"after training is {low:.0%} to {high:.0%}. {beyond_luck(needle[1])}",
         "",
-        f"The command took {took['command']:.0f} s, evaluation before and after included; a step took "
-        f"{took['median_step']:.2f} s in the median (all but the first together: "
-        f"{report['tokens_per_second']:,.0f} tokens/s) and at the most {whole / 2**30:.1f} "
-        f"GiB, of which what grows with the context is {peak['gpu_pages'] / 2**30:.1f} GiB"
-        f"{host}. The whole record is [{FINETUNED}.json](../benchmarks/results/{FINETUNED}.json).",
+        f"The command took {took['command']:.0f} s, including the evaluation before and after. The median step took "
+        f"{took['median_step']:.2f} s ({report['tokens_per_second']:,.0f} tokens/s over all steps except the first). "
+        f"Peak memory was {whole / 2**30:.1f} GiB, of which {peak['gpu_pages'] / 2**30:.1f} GiB grow with the context"
+        f"{host}. All results are in [{FINETUNED}.json](../benchmarks/results/{FINETUNED}.json).",
     ]
     if (common.ROOT / "docs" / f"{FINETUNED}.html").exists():
-        lines += ["", f"[The page of the run]({FINETUNED}.html), as `oomb report` wrote it, has the rest."]
+        lines += ["", f"`oomb report` wrote [the page of this run]({FINETUNED}.html)."]
     if (common.ROOT / "docs" / f"{FINETUNED}.png").exists():
         lines += ["", f"![Loss, speed, memory, loss by position and needles of the run]({FINETUNED}.png)"]
     return "\n".join(lines)
 
 
 def updated(text: str, marker: str, content: str) -> str:
+    """Return a document with `content` between the markers of that name."""
     start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
     before, rest = text.split(start)
     return before + start + "\n" + content + "\n" + end + rest.split(end)[1]
 
 
 def main(check: bool) -> bool:
-    """Whether the documents said what the files say."""
-    was_true = True
+    """Update the documents unless `check` is set, and return whether they were up to date."""
+    up_to_date = True
     blocks = (
         ("README.md", "headline", headline),
         ("README.md", "bench", table),
@@ -290,10 +257,10 @@ def main(check: bool) -> bool:
     for path, marker, make in blocks:
         text = (common.ROOT / path).read_text()
         new = updated(text, marker, make())
-        was_true &= new == text
+        up_to_date &= new == text
         if not check:
             (common.ROOT / path).write_text(new)
-    return was_true
+    return up_to_date
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def call(folder: Path, *reports: list[dict[str, Any]], out: str = "curve.png") -
 
 
 @pytest.mark.parametrize(("more", "exit_code"), [(4_000_000, 0), (6_000_000, 1)])
-def test_growth_is_held_to_what_was_asked_for(tmp_path: Path, more: int, exit_code: int) -> None:
+def test_growth_beyond_the_target_is_an_exit_code(tmp_path: Path, more: int, exit_code: int) -> None:
     host = [row(64 * KIB + i * 100_000, 2**30 + i * 10 * more) for i in (1, 0)]
     brim = [row(2**22, 2**36, "brim"), row(2**23, 0, "brim", problem="predicted not to fit")]
     result = call(tmp_path, host, brim)
@@ -59,7 +59,7 @@ def staged(context: int, gpu_bytes: int, num_bytes: int) -> dict[str, Any]:
     return row(context, gpu_bytes, terms=terms)
 
 
-def test_growth_is_counted_from_where_buffers_have_reached_their_size(tmp_path: Path) -> None:
+def test_growth_counts_from_full_staging_buffers(tmp_path: Path) -> None:
     host = [staged(100_000, 0, 940), staged(200_000, 500_000_000, 960), staged(300_000, 520_000_000, 1000)]
     result = call(tmp_path, host)
     assert result.exit_code == 0, result.output
@@ -71,21 +71,21 @@ def test_growth_is_counted_from_where_buffers_have_reached_their_size(tmp_path: 
     assert numbers["points"][0]["activation_bytes"] == 7
 
 
-@pytest.mark.parametrize("num_bytes", [1000, 400], ids=["of one size", "still growing at the end"])
-def test_growth_is_counted_from_the_start_where_buffers_say_nothing(tmp_path: Path, num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [1000, 400], ids=["constant", "still growing"])
+def test_growth_counts_from_the_start_if_buffers_never_settle(tmp_path: Path, num_bytes: int) -> None:
     host = [staged(100_000, 0, num_bytes), staged(200_000, 500_000_000, num_bytes), staged(300_000, 520_000_000, 1000)]
     result = call(tmp_path, host)
     assert result.exit_code == 1 and "from 100,000 to 300,000 tokens: 26.00 MB" in result.output
     assert "while staging buffers grow" not in result.output
 
 
-def test_the_committed_numbers_are_those_of_the_files() -> None:
+def test_the_committed_numbers_match_the_files() -> None:
     files = [common.RESULTS / path.name for path in curve.FILES]
     numbers = json.loads((common.RESULTS / "curve.json").read_text())
     assert numbers == json.loads(json.dumps(curve.record(curve.read(files), files)))
 
 
-def test_points_are_marked_by_where_pages_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_place_has_its_own_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.axes import Axes
 
     drawn, plot = [], Axes.plot
@@ -101,40 +101,42 @@ def test_points_are_marked_by_where_pages_lie(tmp_path: Path, monkeypatch: pytes
     assert len({marker for _, marker, _ in drawn}) == len({color for _, _, color in drawn}) == 3
 
 
-def test_one_row_has_no_growth_and_unlike_files_no_curve(tmp_path: Path) -> None:
+def test_one_row_has_no_growth_and_different_steps_no_curve(tmp_path: Path) -> None:
     assert curve.growth([row(2**20, 1)]) is None and curve.settled([row(2**20, 1, "brim")]) == []
     assert call(tmp_path, [row(2**20, 1)]).exit_code == 0
     assert call(tmp_path, [row(2**20, 1)], [row(2**21, 1, case="full-8bit")]).exit_code == 2
 
 
-def test_pages_on_the_host_count_however_many_it_might_hold() -> None:
+def test_both_offloaded_places_count() -> None:
     rows = [row(200_000, 10_000_000, "host"), row(150_000, 2**40, "brim"), row(100_000, 0, "host")]
     assert curve.growth(curve.settled(rows)) == curve.growth(curve.offloaded(rows)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
-    ("reports", "said"),
+    ("reports", "message"),
     [
         (([row(2**20, 1)], [row(2**20, 2)]), "host-brim at 1,048,576 tokens is in 0.json and in 1.json"),
-        (([row(2**20, 1)], [row(2**21, 1, layers=2)]), "different steps"),
-        (([row(2**20, 1, problem="stopped while taking the step")],), "no step was measured"),
+        (([row(2**20, 1)], [row(2**21, 1, layers=2)]), "differ in model"),
+        (([row(2**20, 1, problem="stopped while taking the step")],), "no measured step"),
         (([row(2**20, 1), row(2**20, 1, "host")],), "2 ways (host, host-brim)"),
     ],
-    ids=["twice", "a rehearsal among whole steps", "nothing", "two ways"],
+    ids=["duplicate", "rehearsal", "nothing", "two ways"],
 )
-def test_what_makes_no_curve_is_refused(tmp_path: Path, reports: tuple[list[dict[str, Any]], ...], said: str) -> None:
+def test_rows_that_make_no_curve_are_refused(
+    tmp_path: Path, reports: tuple[list[dict[str, Any]], ...], message: str
+) -> None:
     result = call(tmp_path, *reports)
-    assert result.exit_code == 2 and said in result.output
+    assert result.exit_code == 2 and message in result.output
     assert not (tmp_path / "curve.json").exists()
 
 
-def test_a_rehearsal_is_called_one(tmp_path: Path) -> None:
+def test_a_rehearsal_is_labeled(tmp_path: Path) -> None:
     result = call(tmp_path, [row(2**20, 1, layers=2)])
     assert result.exit_code == 0 and "a rehearsal with 2 layers" in result.output
     assert json.loads((tmp_path / "curve.json").read_text())["layers"] == 2
 
 
-def test_a_picture_does_not_overwrite_what_it_is_drawn_from(tmp_path: Path) -> None:
+def test_a_plot_does_not_overwrite_its_input(tmp_path: Path) -> None:
     result = call(tmp_path, [row(2**20, 1)], out="0.png")
-    assert result.exit_code == 2 and "name another picture" in result.output
+    assert result.exit_code == 2 and "pass another --out" in result.output
     assert "rows" in json.loads((tmp_path / "0.json").read_text())

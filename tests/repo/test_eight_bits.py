@@ -1,4 +1,4 @@
-"""benchmarks/eight_bits.py on small models: what it measures, that it can fail, and what the documents make of it."""
+"""benchmarks/eight_bits.py on small models: results, targets, input errors and the table in the documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def call(model: str, out: Path, *more: str, chunk_size: str = "128") -> Any:
     return run_benchmark(eight_bits.main, model, *shape, *more)
 
 
-def test_cosines_are_measured_and_documents_say_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cosines_are_measured_and_shown_in_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert update_tables.eight_bits() == ""
     monkeypatch.setattr(smollm2, "load", lambda gguf, device: (build("llama").float(), Letters()))
@@ -31,23 +31,23 @@ def test_cosines_are_measured_and_documents_say_them(tmp_path: Path, monkeypatch
     done = call("smollm2", out)
     record = json.loads(out.read_text())
     assert done.exit_code == 0 and record["is_right"], done.output
-    # For both texts; other variants are asked for nothing.
+    # Both texts; other variants have no target.
     assert done.output.count("0.999: reached") == done.output.count("0.995: reached") == 2
     assert done.output.count("reached") == 4
     found = {(row["text"], row["variant"]): row for row in record["rows"]}
     assert len(found) == 2 * (len(eight_bits.VARIANTS) + len(eight_bits.WIDE))
     assert all(row["num_chunks"] == 3 for row in found.values())
     for text in ("source", "prose"):
-        assert found[text, "bfloat16 again"]["error"] == 0.0, "on a CPU a step gives the same bits again"
+        assert found[text, "bfloat16 again"]["error"] == 0.0, "a step is deterministic on a CPU"
         errors = [found[text, name]["error"] for name in ("K and V in int8", "all in int8")]
-        # Rounding gradients comes on top of rounding K and V.
+        # Rounding gradients adds to rounding K and V.
         assert 1e-4 < errors[0] < errors[1] < 0.1
     [line] = [line for line in update_tables.eight_bits().splitlines() if "| prose |" in line]
     cosines = [f"{found['prose', name]['cosine']:.5f}" for name in ("K and V in int8", "all in int8")]
     assert line == f"| SmolLM2-135M | prose | dense | 384, 3 | {cosines[0]} | {cosines[1]} |"
 
 
-def test_a_preset_is_read_densely_and_by_chosen_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_has_dense_and_sparse_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bits, "load_model", lambda name, device: build("qwen2").float())
     out = tmp_path / "report.json"
     assert call("any", out).exit_code == 0
@@ -73,7 +73,7 @@ def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "no-such-model" in done.output
 
 
-def test_chunks_that_are_no_pages_are_refused_before_anything_is_measured(
+def test_chunks_that_are_not_whole_pages_are_refused_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eight_bits, "load_model", lambda name, device: build("qwen2").float())
@@ -102,7 +102,7 @@ def test_random_weights_of_several_deviations(tmp_path: Path, monkeypatch: pytes
         assert len(rows) == 2 * len(eight_bits.VARIANTS)
         assert f"random, std {std}" in done.output
         lines = [
-            line for line in update_tables.eight_bits().splitlines() if f"| random, weights of std {std} |" in line
+            line for line in update_tables.eight_bits().splitlines() if f"| random, weights with std {std} |" in line
         ]
         assert len(lines) == 2 and f"{rows[1]['cosine']:.5f}" in lines[0]
     by_std = [[row["loss"] for row in record["rows"] if row["std"] == std] for std in (0.1, 0.008)]
@@ -123,17 +123,17 @@ def test_what_was_measured_is_there_if_a_later_deviation_fails(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("model", "stds", "said"),
+    ("model", "stds", "message"),
     [
         ("smollm2", "0.02", "smollm2 has its own"),
-        ("demo", "0.02,-1", "--stds -1: a standard deviation is a number above 0"),
+        ("demo", "0.02,-1", "--stds has -1"),
         ("demo", "nan", "a standard deviation is a number above 0"),
         ("demo", "wide", "could not convert"),
     ],
 )
-def test_deviations_that_cannot_be_are_refused(tmp_path: Path, model: str, stds: str, said: str) -> None:
+def test_bad_deviations_are_refused(tmp_path: Path, model: str, stds: str, message: str) -> None:
     done = call(model, tmp_path / "report.json", "--stds", stds)
-    assert done.exit_code == 2 and said in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 class OnGpu:

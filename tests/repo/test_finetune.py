@@ -1,5 +1,4 @@
-"""benchmarks/finetune.py at toy size: the model that it writes, the command that it calls, what it gathers, its picture
-and the section of the documents that is made of it."""
+"""benchmarks/finetune.py at toy size: its model, command, results, screenshot and section of the documents."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the whole script leaves."""
+    """The output folder of the whole script."""
     folder = tmp_path_factory.mktemp("out") / "run"
     toy = ["--length", LENGTH, "--steps", 6, "--learning-rate", 0.01, "--chunk-size", 512, "--page-budget", 4]
     probe = ["--held-out", 1, "--needle-lengths", "2K", "--needle-haystacks", 1, "--device", "cpu"]
@@ -68,9 +67,9 @@ def out(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_a_stretched_model_is_read_as_it_was_written(tiny: Path, tmp_path: Path) -> None:
-    name, said = finetune.write_model(tiny, None, LENGTH, tmp_path)
-    assert name == "tiny-2K" and said["learned_positions"] == 256 and said["rope"]["factor"] == 8.0
+def test_a_model_with_extended_rope_loads_as_saved(tiny: Path, tmp_path: Path) -> None:
+    name, facts = finetune.write_model(tiny, None, LENGTH, tmp_path)
+    assert name == "tiny-2K" and facts["learned_positions"] == 256 and facts["rope"]["factor"] == 8.0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
     assert again.config.max_position_embeddings == LENGTH and again.config.rope_parameters["rope_type"] == "yarn"
     stretched = AutoModelForCausalLM.from_pretrained(tiny)
@@ -81,16 +80,16 @@ def test_a_stretched_model_is_read_as_it_was_written(tiny: Path, tmp_path: Path)
     assert not torch.allclose(again(ids_T).logits, plain)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
     assert tokenizer("def f(x): pass")["input_ids"] == small_tokenizer()("def f(x): pass")["input_ids"]
-    # One that reaches far enough stays as it is.
-    name, said = finetune.write_model(tiny, None, 256, tmp_path)
-    assert name == "tiny-unstretched" and said["rope"] is None
+    # A model that reaches far enough stays unchanged.
+    name, facts = finetune.write_model(tiny, None, 256, tmp_path)
+    assert name == "tiny-unstretched" and facts["rope"] is None
     assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.max_position_embeddings == 256
-    # A name that were a preset's would be trained from random weights.
+    # With the name of a preset, training would start from random weights.
     assert not presets.is_preset(name)
 
 
-def test_a_model_of_a_gguf_can_be_saved(tiny: Path, tmp_path: Path) -> None:
-    """transformers marks it as quantised, and would not."""
+def test_a_model_from_a_gguf_can_be_saved(tiny: Path, tmp_path: Path) -> None:
+    """transformers marks it as quantized and refuses to save it."""
     model = AutoModelForCausalLM.from_pretrained(tiny)
     model.config.quantization_config = {"quant_method": "gguf", "gguf_file": "x.gguf"}
     smollm2.save(model, small_tokenizer(), tmp_path / "plain")
@@ -101,16 +100,16 @@ def test_a_model_of_a_gguf_can_be_saved(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_the_library_is_copied_without_its_tables(tmp_path: Path) -> None:
-    said = finetune.write_text(tmp_path)
+    facts = finetune.write_text(tmp_path)
     copied = [path for path in (tmp_path / finetune.TEXT).rglob("*") if path.is_file()]
-    assert len(copied) == said["num_files"] > 300
-    assert sum(path.stat().st_size for path in copied) == said["num_bytes"] > 3e6
+    assert len(copied) == facts["num_files"] > 300
+    assert sum(path.stat().st_size for path in copied) == facts["num_bytes"] > 3e6
     assert (tmp_path / finetune.TEXT / "argparse.py").read_text() == Path(argparse.__file__).read_text()
     assert not (tmp_path / finetune.TEXT / "encodings").exists() and not list(tmp_path.rglob("__pycache__"))
 
 
 @pytest.mark.timing
-def test_what_is_left_is_what_the_metrics_say(out: Path) -> None:
+def test_the_results_match_the_metrics(out: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == [
         "finetune_smollm2.html", "finetune_smollm2.json", "finetune_smollm2.log", "finetune_smollm2_metrics.jsonl",
     ]  # fmt: skip
@@ -135,25 +134,25 @@ def test_what_is_left_is_what_the_metrics_say(out: Path) -> None:
     assert "$ oomb train " in log and "$ oomb report " in log and "needles found after training: " in log
 
 
-def test_the_command_in_the_documents_is_the_one_that_is_called() -> None:
+def test_the_documents_show_the_command_that_runs() -> None:
     document = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
     [shown] = re.findall(r"^oomb train .*$", document, re.MULTILINE)
     defaults = {name: value.default for name, value in inspect.signature(finetune.main).parameters.items()}
-    chosen = {name: defaults[name] for name in inspect.signature(finetune.words_of).parameters if name != "dataset"}
+    chosen = {name: defaults[name] for name in inspect.signature(finetune.arguments).parameters if name != "dataset"}
     chosen |= {"model": "SmolLM2-135M-128K", "length": parse_tokens(defaults["length"])}
-    assert shown == "oomb " + shlex.join(finetune.words_of(dataset=finetune.TEXT, **chosen))
-    dense = shlex.join(finetune.words_of(dataset="x", **chosen | {"page_budget": 0, "seed": 1, "device": "cpu"}))
+    assert shown == "oomb " + shlex.join(finetune.arguments(dataset=finetune.TEXT, **chosen))
+    dense = shlex.join(finetune.arguments(dataset="x", **chosen | {"page_budget": 0, "seed": 1, "device": "cpu"}))
     assert "page_budget" not in dense and "--seed 1 --device cpu" in dense
 
 
 @pytest.mark.timing
-def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_path: Path) -> None:
+def test_a_failing_command_is_an_error(tiny: Path, text: Path, tmp_path: Path) -> None:
     record: dict[str, Any] = {"status": "finished", "held_out": {"before": 2.0, "after": 1.9}}
-    assert finetune.has_learnt(record)
+    assert finetune.has_improved(record)
     for wrong in ({"status": "stopped early and saved"}, {"held_out": {}}, {"held_out": {"before": 2.0, "after": 2.1}},
                   {"held_out": {"before": 2.0, "after": float("nan")}}):  # fmt: skip
-        assert not finetune.has_learnt(record | wrong)
-    # A text that is shorter than the window: the exit code of `oomb train`, and its message in the log.
+        assert not finetune.has_improved(record | wrong)
+    # A text shorter than the example: the exit code of `oomb train`, and its message in the log.
     done = call("--out", tmp_path, "--model", tiny, "--dataset", text, "--length", "1M", "--device", "cpu")
     assert done.exit_code == 2
     assert "one example needs 1048576" in (tmp_path / "finetune_smollm2.log").read_text()
@@ -162,9 +161,7 @@ def test_a_command_that_fails_is_not_passed_over(tiny: Path, text: Path, tmp_pat
 
 
 @pytest.mark.timing
-def test_the_documents_section_is_made_of_the_record(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_section_of_the_documents(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, docs = tmp_path / "benchmarks" / "results", tmp_path / "docs"
     for folder in (results, docs):
         folder.mkdir(parents=True)
@@ -180,11 +177,8 @@ def test_the_documents_section_is_made_of_the_record(
     assert f"| loss on held-out text | {before:.3f} | {after:.3f} |" in section
     was, control = (record["needle"][when]["lengths"][0]["control_accuracy"] for when in ("before", "after"))
     found = f"{record['needle']['before']['accuracy']:.0%} ({was:.0%}) | 62% ({control:.0%})"
-    assert f"| needles found in 2,048 tokens (without any) | {found} |" in section
-    assert (
-        "tiny (as they are saved), 6 steps of 2,048 tokens of code (3 files, 0.3 MB)" in section
-        and "4 pages of 128 tokens" in section
-    )
+    assert f"| needles found in 2,048 tokens (control) | {found} |" in section
+    assert "6 steps of 2,048 tokens on code (3 files, 0.3 MB)" in section and "4 pages of 128 tokens" in section
     assert "a CPU with PyTorch" in section
     assert ".html" not in section and ".png" not in section
     for name in ("finetune_smollm2.html", "finetune_smollm2.png"):
@@ -192,20 +186,20 @@ def test_the_documents_section_is_made_of_the_record(
         assert f"]({name})" in update_tables.finetune()
 
 
-def test_more_than_luck_is_said_only_where_it_is() -> None:
+def test_accuracy_above_chance_must_be_significant() -> None:
     def said(*found: float) -> str:
         lengths = [{"length": 2**n, "accuracy": accuracy, "count": 40} for n, accuracy in enumerate(found, 12)]
         return update_tables.beyond_luck({"chance": 0.25, "lengths": lengths})
 
-    assert said(0.56, 0.35) == "That is more than luck at 4,096 tokens and not at the other lengths."
-    assert said(0.56, 0.5) == "At every length that is more than luck."
-    assert said(0.3).startswith("At no length")
+    assert said(0.56, 0.35) == "The accuracy is significantly above chance at 4,096 tokens, not at the other lengths."
+    assert said(0.56, 0.5) == "Every length is significantly above chance."
+    assert said(0.3).startswith("No length")
 
 
 @pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium or Chrome on PATH")
-def test_the_picture_of_the_page(out: Path, tmp_path: Path) -> None:
+def test_the_screenshot_of_the_page(out: Path, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     page = out / "finetune_smollm2.html"
     done = call("--picture-from", page, "--out", tmp_path / "deep" / "page.png")
@@ -213,17 +207,17 @@ def test_the_picture_of_the_page(out: Path, tmp_path: Path) -> None:
     shown = image.imread(tmp_path / "deep" / "page.png")[..., :3]
     height, width = shown.shape[:2]
     assert f"{width} x {height}" in done.output and width == 1120 and 1500 < height < 6000
-    # In light colours, with curves in it, and no empty stretch at the end.
+    # Light colors, with curves, and cropped at the end.
     assert shown[0, 0].min() > 0.9
     blue = abs(shown - [11 / 255, 107 / 255, 184 / 255]).max(-1) < 0.1
     assert blue.sum() > 1000
     assert (abs(shown[-60:] - shown[0, 0]).max(-1) > 0.02).any()
     whole = picture(page, tmp_path / "whole.png")
-    assert whole[1] > height + 500, "the picture holds the tables of settings too"
+    assert whole[1] > height + 500, "without cuts, the tables of settings are included"
     with pytest.raises(ValueError, match="has no section 'appendix'"):
         picture(page, tmp_path / "x.png", without=("appendix",))
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        with pytest.raises(ValueError, match="no browser: none of chromium"):
+        with pytest.raises(ValueError, match="chromium"):
             browse(page, tmp_path / "profile")

@@ -1,4 +1,4 @@
-"""benchmarks/gradient_error.py on the smallest preset: what its variants do to the gradient."""
+"""benchmarks/gradient_error.py on the smallest preset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def call(out: Path, variants: str) -> Any:
     return run_benchmark(gradient_error.main, *step)
 
 
-def test_pages_in_eight_bits_are_measured_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_pages_are_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs, engine = [], gradient_error.Engine
 
     def note(network: Any, config: Any) -> Any:
@@ -33,7 +33,7 @@ def test_pages_in_eight_bits_are_measured_beside_the_others(tmp_path: Path, monk
     assert len({plain, keys, pages}) == 3 and max(keys, pages) < 0.1
 
 
-def test_an_unknown_variant_is_refused_before_a_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variant_is_refused_before_loading_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_error, "load_model", lambda *_, **__: pytest.fail("this takes long"))
     done = call(tmp_path / "report.json", "default,int4")
-    assert done.exit_code == 2 and "there is no int4; there are default, bf16-sums" in done.output
+    assert done.exit_code == 2 and "int4" in done.output and "default" in done.output

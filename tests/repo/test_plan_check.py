@@ -1,5 +1,4 @@
-"""benchmarks/plan_check.py on a tiny model, its clock taken for that of a GPU: what it refuses, and what it leaves when
-a step comes to nothing."""
+"""benchmarks/plan_check.py on a tiny model, with the CPU's clock: input errors, failing steps and rehearsals."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ STEP = ("--cases", "lora-8bit", "--contexts", "8K", "--places", "auto")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
-    """The machine that is found; a test may put another in its place."""
+    """The machine that is found, in a list so that a test can replace it."""
     found = [Machine(gpu_bytes=24 * GIB, host_bytes=32 * GIB, gpu_name="NVIDIA H200")]
     monkeypatch.setattr(plan_check, "find_machine", lambda *_: found[0])
     monkeypatch.setattr(plan_check, "load_model", lambda name, num_layers: build("qwen2").float())
@@ -40,8 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
         return time.perf_counter() - begin
 
     monkeypatch.setattr(plan_check, "timed", timed)
-    # A warm-up of 4096 tokens and not of 65,536.
-    monkeypatch.setattr(plan_check, "WARM_UP_CHUNKS", {"dense": 1, "chosen": 1})
+    # Warm up with 4096 tokens instead of 65,536.
+    monkeypatch.setattr(plan_check, "WARM_UP_CHUNKS", {"dense": 1, "sparse": 1})
     return found
 
 
@@ -55,7 +54,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch, machine: list[Machine]) -> None:
-    """Models are those that are named."""
+    """Load models by name."""
     monkeypatch.setattr(plan_check, "load_model", load.load_model)
 
 
@@ -66,29 +65,29 @@ def test_a_step_is_predicted_and_measured(machine: list[Machine], tmp_path: Path
     assert row["problem"] is None, done.output
     assert row["predicted_gpu_bytes"] > 0 < row["measured_gpu_bytes"]
     assert row["measured_seconds"] > 0 < row["optimizer_seconds"]
-    # On a CPU the process is measured, which is far from what a GPU would hold.
+    # On a CPU the memory of the whole process is measured, which is far from a GPU's.
     assert done.exit_code == 1 and not plan_check.Row(**row).is_right
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (("--contexts", "3.7M"), "'3.7M' is not a number of tokens"),
-        (("--contexts", "8K", "--places", "moon"), "there is no moon; there are gpu, half"),
-        (("--contexts", "8K", "--cases", "lora,laura"), "there is no laura; there are full"),
-        (("--contexts", "8K", "--optimizer", "sgd"), "there is no sgd; there are none, adamw, offloaded_adamw"),
+        (("--contexts", "8K", "--places", "moon"), "unknown moon; use some of gpu, half"),
+        (("--contexts", "8K", "--cases", "lora,laura"), "unknown laura; use some of full"),
+        (("--contexts", "8K", "--optimizer", "sgd"), "unknown sgd; use some of none, adamw, offloaded_adamw"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_model_is_made(
-    machine: list[Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+def test_bad_arguments_are_refused_before_loading_a_model(
+    machine: list[Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr(plan_check, "load_model", lambda *_, **__: pytest.fail("this takes long"))
     done = call(tmp_path / "report.json", *arguments)
-    assert done.exit_code == 2 and said in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
 @pytest.mark.parametrize("part, method", [("pinning host memory", "reserve"), ("taking the step", "loss")])
-def test_a_step_that_comes_to_nothing_says_how_far_it_came(
+def test_a_failing_step_leaves_its_stage_as_the_problem(
     machine: list[Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, method: str
 ) -> None:
     calls, real = [], getattr(plan_check.Engine, method)
@@ -104,10 +103,10 @@ def test_a_step_that_comes_to_nothing_says_how_far_it_came(
     [row] = rows(tmp_path / "report.json")
     assert row["problem"] == f"stopped while {part}: RuntimeError: CUBLAS_STATUS_ALLOC_FAILED"
     assert done.exit_code == 1, "it was predicted to fit"
-    assert calls[-1] == f"stopped while {part}", "the file said so before"
+    assert calls[-1] == f"stopped while {part}", "the file had the stage before"
 
 
-def test_a_step_that_is_not_planned_is_not_taken(machine: list[Machine], tmp_path: Path) -> None:
+def test_a_step_predicted_not_to_fit_is_not_taken(machine: list[Machine], tmp_path: Path) -> None:
     machine[0] = Machine(gpu_bytes=GIB, host_bytes=0, gpu_name="NVIDIA H200")
     done = call(tmp_path / "report.json", "--cases", "full", "--contexts", "64M", "--places", "gpu")
     [row] = rows(tmp_path / "report.json")
@@ -117,7 +116,7 @@ def test_a_step_that_is_not_planned_is_not_taken(machine: list[Machine], tmp_pat
 
 @pytest.mark.usefixtures("loads")
 @pytest.mark.parametrize("optimizer", ["offloaded_adamw_8bit", "adamw"])
-def test_eight_bits_to_the_brim_with_either_optimizer(
+def test_int8_pages_in_full_memory_with_either_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     for case in ("full-8bit", "lora-8bit"):
@@ -140,12 +139,12 @@ def test_eight_bits_to_the_brim_with_either_optimizer(
         has_host_states, has_host_pages = optimizer != "adamw", place == "host-brim"
         assert (("optimizer states", "host") in terms) is has_host_states
         assert (("pages of K and V", "host") in terms) is has_host_pages
-        # States and pages of the host, and nothing else, are what the host holds: all of it is known.
+        # The host holds optimizer states and pages only, so its memory is known exactly.
         assert row["measured_host_bytes"] == pytest.approx(row["predicted_host_bytes"], rel=plan_check.TOLERANCE)
         assert (row["measured_host_bytes"] > 0) is (has_host_states or has_host_pages)
 
 
-def test_all_contexts_are_asked_for(machine: list[Machine], tmp_path: Path) -> None:
+def test_every_context_has_a_row(machine: list[Machine], tmp_path: Path) -> None:
     machine[0] = Machine(gpu_bytes=2**20, host_bytes=0, gpu_name="NVIDIA H200")
     done = call(tmp_path / "report.json", "--cases", "full-8bit", "--contexts", "64K,128K,1M,4M", "--places", "gpu")
     assert done.exit_code == 0
@@ -186,12 +185,12 @@ def test_a_rehearsal_leaves_the_file_of_whole_steps_alone(
 
 
 @pytest.mark.usefixtures("loads")
-def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_too_many_layers_are_refused(tmp_path: Path) -> None:
     done = call(tmp_path / "report.json", "--model", "demo", "--cases", "full", "--contexts", "8K", "--layers", "3")
     assert done.exit_code == 2 and "--layers 3 is out of range; this model has 2 layers" in done.output
 
 
-def test_tables_pass_over_rehearsals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_ignore_rehearsals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [row for row in common.load("plan_check.json")["rows"] if row["case"] == "full-lean-kept"]
     rehearsed = {**whole[-1], "context": 2**24, "layers": 2}
     (tmp_path / "plan_check.json").write_text(json.dumps({"rows": [*whole, rehearsed]}))

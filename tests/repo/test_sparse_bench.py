@@ -1,5 +1,4 @@
-"""benchmarks/sparse.py and benchmarks/train_sparse.py on tiny models: what they measure, how they reckon, and that they
-can fail."""
+"""benchmarks/sparse.py, kernel_times.py and train_sparse.py on tiny models."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def step(context: int, seconds: float | None = None, **fields: Any) -> sparse.Ro
 
 @pytest.mark.timing
 def test_rows_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A clock that only moves when it is read: the passes are most of a step whatever else the machine does.
+    # This clock only advances when it is read, so the passes are most of a step on any machine.
     ticks = itertools.count()
     monkeypatch.setattr(sparse.time, "perf_counter", lambda: float(next(ticks)))
     common: dict[str, Any] = {"chunk_sizes": [128], "layers": [1], "out": tmp_path, "device": "cpu"}
@@ -52,23 +51,23 @@ def test_rows_are_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert written["settings"]["page_budget"] == 4 and written["machine"]["versions"]["torch"] == torch.__version__
     [apart] = written["gates"].values()
     assert set(apart) == {
-        "all pages, on the GPU", "all pages, on the host", "chosen pages, on the host",
+        "all pages, on the GPU", "all pages, on the host", "selected pages, on the host",
     } and max(apart.values()) < 1e-3  # fmt: skip
     for row in report.rows:
         assert row.problem is None and row.seconds and row.fill_seconds and row.gradient_seconds
         assert row.seconds / 2 < row.fill_seconds + row.gradient_seconds <= row.seconds
         assert row.tokens_per_second == pytest.approx(row.context / row.seconds)
-        # All on the host: every chunk stores its K and V, and reads chosen ones again.
+        # Every chunk stores its K and V on the host and reads selected pages again.
         assert row.gpu_page_bytes == 0 < row.host_page_bytes and row.loaded_bytes > row.stored_bytes > 0
     assert sparse.table(report).row_count == 2
     other = sparse.run(
         "growth", "demo", contexts=[256], settings={**SETTINGS, **sparse.LEAN, "page_budget": 2}, **common
     )
-    assert [row.context for row in other.rows] == [256], "rows of other settings were mixed in"
+    assert [row.context for row in other.rows] == [256], "rows of other settings were kept"
 
 
 @pytest.mark.parametrize("wrong", ["covering", "host"])
-def test_nothing_is_measured_behind_a_shut_gate(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_if_the_check_fails(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = bench.EngineStep.__call__
 
     def spoiled(self: bench.EngineStep, ids: torch.Tensor) -> torch.Tensor:
@@ -83,12 +82,12 @@ def test_nothing_is_measured_behind_a_shut_gate(wrong: str, tmp_path: Path, monk
     monkeypatch.setattr(bench.EngineStep, "__call__", spoiled)
     result = run_benchmark(sparse.main, "times", *SMALL, "--contexts", "512", "--layers", "1", "--out", str(tmp_path))
     assert result.exit_code == 1 and not list(tmp_path.iterdir())
-    assert "the gate is shut" in result.output and ("all pages" if wrong == "covering" else "chosen") in result.output
+    assert "check failed" in result.output and ("all pages" if wrong == "covering" else "selected") in result.output
 
 
 @pytest.mark.timing
 @pytest.mark.parametrize(("limit", "exit_code"), [(1e4, 0), (1e-6, 1)])
-def test_a_missed_goal_is_an_exit_code(
+def test_a_missed_target_is_an_exit_code(
     limit: float, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"MODEL": "demo", "CHUNK_SIZE": 128, "PAGE_SIZE": 16, "BUDGET": 4, "WHOLE_LAYERS": 1}.items():
@@ -108,7 +107,7 @@ def test_bad_requests_are_refused() -> None:
     assert run_benchmark(train_sparse.main, "--mode", "fast").exit_code == 2
 
 
-def test_out_of_memory_is_a_row_and_a_missed_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_a_row_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = sparse.Stand("demo", 1, "cpu", SETTINGS)
 
     def full(*args: Any) -> None:
@@ -123,7 +122,7 @@ def test_goals_of_time() -> None:
     goals = sparse.time_goals([step(2**17, 19.0), step(2**20, 164.0)], sparse.GOAL_SECONDS, sparse.GOAL_PER_TOKEN)
     assert [goal.is_met for goal in goals] == [True, True, True]
     assert goals[2].value == pytest.approx(164 / 19 / 8)
-    assert str(goals[0]) == "128K tokens: 19 s, asked for 20 s: met"
+    assert str(goals[0]) == "128K tokens: 19 s, target 20 s: met"
     goals = sparse.time_goals([step(2**17, 10.0), step(2**20, 100.0)], sparse.GOAL_SECONDS, sparse.GOAL_PER_TOKEN)
     assert [goal.is_met for goal in goals] == [True, True, False], "1.25 times as long per token"
     for value in (165.1, math.nan, None):
@@ -133,7 +132,7 @@ def test_goals_of_time() -> None:
     assert sparse.time_goals(only_large, sparse.GOAL_SECONDS, sparse.GOAL_PER_TOKEN) == []
 
 
-def test_growth_is_reckoned_for_all_layers() -> None:
+def test_growth_is_extrapolated_to_all_layers() -> None:
     def rows(num_layers: int, per_layer: float, fixed: float) -> list[sparse.Row]:
         slope = (per_layer * num_layers + fixed) * 1e6 / 10_000
         return [
@@ -143,7 +142,7 @@ def test_growth_is_reckoned_for_all_layers() -> None:
     found = sparse.growth(rows(28, 0.1, 0.5))
     assert found == (pytest.approx(3.3, abs=1e-4), "measured with 28 layers")
     found = sparse.growth([*rows(7, 0.1, 0.5), *rows(14, 0.1, 0.5)])
-    assert found == (pytest.approx(3.3, abs=1e-4), "measured with 7 and 14 layers, continued to 28")
+    assert found == (pytest.approx(3.3, abs=1e-4), "measured with 7 and 14 layers, extrapolated to 28")
     found = sparse.growth(rows(7, 0.1, 0.5))
     assert found == (pytest.approx(4.8, abs=1e-4), "measured with 7 layers, times 4")
     assert sparse.growth(rows(7, 0.1, 0.5)[:1]) is None and sparse.growth_goals([], 5.0) == []
@@ -158,44 +157,47 @@ def test_growth_is_reckoned_for_all_layers() -> None:
 FILL_NAMES = [
     ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN", "linear layers"),
     ("triton_poi_fused_add_cat_mul_3", "fused elementwise"),
-    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps", "selection"),
-    ("void at::native::vectorized_elementwise_kernel<4, clamp>", "selection"),
-    ("means_lse_kernel", "selection"),
-    ("merge_lse_kernel", "selection"),
-    ("page_scores_kernel", "selection"),
-    ("void at::native::sbtopk::gatherTopK<long, unsigned int, 3, false>", "selection"),
-    ("void at::native::bitonicSortKVInPlace<2, -1, 16, 16, int, long>", "selection"),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x128", "own chunk"),
-    ("void at::native::index_elementwise_kernel<128, 4>", "chosen pages: lists"),
-    ("forward_kernel", "chosen pages: forward"),
+    (
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps",
+        "page selection",
+    ),
+    ("void at::native::vectorized_elementwise_kernel<4, clamp>", "page selection"),
+    ("means_lse_kernel", "page selection"),
+    ("merge_lse_kernel", "page selection"),
+    ("page_scores_kernel", "page selection"),
+    ("void at::native::sbtopk::gatherTopK<long, unsigned int, 3, false>", "page selection"),
+    ("void at::native::bitonicSortKVInPlace<2, -1, 16, 16, int, long>", "page selection"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x128", "own chunk (dense)"),
+    ("void at::native::index_elementwise_kernel<128, 4>", "selected pages: index lists"),
+    ("forward_kernel", "selected pages: forward"),
     ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>", "other"),
     ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "linear layers"),
     ("void at::native::elementwise_kernel", "other"),
 ]
 GRADIENT_NAMES = [
     ("void cublasLt::splitKreduce_kernel<32, 16>", "linear layers"),
-    ("add_share_kernel", "sums of parameter gradients"),
+    ("add_share_kernel", "gradient accumulation"),
     ("Memcpy DtoD (Device -> Device)", "other"),
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_1", "own chunk"),
-    ("void at::native::index_elementwise_kernel<128, 4>", "chosen pages: lists"),
-    ("dq_kernel", "chosen pages: dq"),
-    ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "chosen pages: lists"),
-    ("void at::native::searchsorted_cuda_kernel<long, int>", "chosen pages: lists"),
-    ("dkv_kernel", "chosen pages: dk and dv"),
-    ("void at::native::_scatter_gather_elementwise_kernel", "chosen pages: lists"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_1", "own chunk (dense)"),
+    ("void at::native::index_elementwise_kernel<128, 4>", "selected pages: index lists"),
+    ("dq_kernel", "selected pages: dQ"),
+    ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>", "selected pages: index lists"),
+    ("void at::native::searchsorted_cuda_kernel<long, int>", "selected pages: index lists"),
+    ("dkv_kernel", "selected pages: dK, dV"),
+    ("void at::native::_scatter_gather_elementwise_kernel", "selected pages: index lists"),
     ("triton_red_fused_sum_7", "fused elementwise"),
-    ("void pytorch_flash::flash_bwd_dot_do_o_kernel<cutlass::bfloat16_t>", "own chunk"),
+    ("void pytorch_flash::flash_bwd_dot_do_o_kernel<cutlass::bfloat16_t>", "own chunk (dense)"),
 ]
 
 
 @pytest.mark.parametrize("names", [FILL_NAMES, GRADIENT_NAMES, FILL_NAMES + GRADIENT_NAMES], ids=len)
-def test_kernels_are_told_apart(names: list[tuple[str, str]]) -> None:
+def test_kernels_are_classified(names: list[tuple[str, str]]) -> None:
     assert kernel_times.kinds_of([name for name, _ in names]) == [kind for _, kind in names]
 
 
-def test_early_chunks_make_means_without_choosing() -> None:
+def test_early_chunks_compute_page_means_without_a_selection() -> None:
     names = ["triton_poi", "reduce_kernel<MeanOps>", "cudnn_sdpa_fprop", "copy", "nvjet"]
-    assert kernel_times.kinds_of(names)[1] == "selection" and kernel_times.kinds_of(names)[3] == "other"
+    assert kernel_times.kinds_of(names)[1] == "page selection" and kernel_times.kinds_of(names)[3] == "other"
     assert kernel_times.kinds_of([]) == [] and kernel_times.kinds_of(["copy"]) == ["other"]
 
 
@@ -204,7 +206,7 @@ RECORD = [
     Kernel("nvjet_before", 0, 8 * MICRO, 7),
     Kernel("at::cuda::(anonymous namespace)::spin_kernel(long)", 9 * MICRO, 10 * MICRO, 7),
     Kernel("nvjet_a", 11 * MICRO, 40 * MICRO, 7),
-    Kernel("dq_kernel", 35 * MICRO, 50 * MICRO, 7),  # begins before its forerunner has ended
+    Kernel("dq_kernel", 35 * MICRO, 50 * MICRO, 7),  # starts before the previous kernel ends
     Kernel("copy_pages", 20 * MICRO, 90 * MICRO, 21),
     Kernel("dkv_kernel", 110 * MICRO, 150 * MICRO, 7),
     Kernel("copy_pages", 120 * MICRO, 300 * MICRO, 21),
@@ -217,10 +219,10 @@ def test_every_moment_of_a_window_counts_once() -> None:
     found = {kind: round(1e6 * total) for kind, total in kernel_times.account(RECORD[::-1]).items()}
     assert found == {
         "linear layers": 29,
-        "chosen pages: dq": 10,
-        "chosen pages: dk and dv": 40,
+        "selected pages: dQ": 10,
+        "selected pages: dK, dV": 40,
         "idle": 40 + 1 + 20 + 2,
-        "chosen pages: lists": 1,  # the marker itself
+        "selected pages: index lists": 1,  # the marker itself
     }
     assert sum(found.values()) == 153 - 10
     with pytest.raises(RuntimeError, match="1 marker kernels instead of 2"):
@@ -228,7 +230,7 @@ def test_every_moment_of_a_window_counts_once() -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [3, 4, 5, 8, 16, 31, 32, 64, 256])
-def test_windows_stand_for_all_chunks(num_chunks: int) -> None:
+def test_windows_represent_all_chunks(num_chunks: int) -> None:
     found = kernel_times.windows(num_chunks, 4, 4)
     assert found[0].begin == 0 and found[-1].end == num_chunks
     for window, after in zip(found, [*found[1:], None], strict=True):
@@ -236,11 +238,11 @@ def test_windows_stand_for_all_chunks(num_chunks: int) -> None:
         if after is not None:
             assert window.end == after.begin and window.last < after.first - 1
     assert len(found) == (4 if num_chunks > 40 else 3 if num_chunks > 30 else 1)
-    with pytest.raises(ValueError, match="take a context of 3 chunks or more"):
+    with pytest.raises(ValueError, match="3 chunks or more"):
         kernel_times.windows(2, 4, 4)
 
 
-def test_windows_are_scaled_to_the_pass_and_held_to_the_clock() -> None:
+def test_windows_are_scaled_to_the_pass_and_checked_by_the_clock() -> None:
     window = kernel_times.Window(0, 10, 4, 6, RECORD)
     half = 143e-6 / 2
     chunks = [9.0, half / 2, half / 2, 1.0, half, half, 1.0, half / 2, half / 2, half / 2]
@@ -250,7 +252,7 @@ def test_windows_are_scaled_to_the_pass_and_held_to_the_clock() -> None:
     assert found["slowdown"] == pytest.approx(2.0) and found["num_profiled"] == 2
     assert kernel_times.clocks_problem({"fill": found}) is None
     found["events_seconds"] *= 1.05
-    assert "WRONG: fill pass" in str(kernel_times.clocks_problem({"fill": found}))
+    assert "of the fill pass" in str(kernel_times.clocks_problem({"fill": found}))
     row = step(2**17, 20.0, kernels={"fill": found, "gradient": found})
     assert sparse.kernel_sums(row)["linear layers"] == pytest.approx(29e-6 * 10)
     assert sparse.kernel_table([row]).row_count == 5
@@ -272,7 +274,7 @@ def test_both_passes_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.problem is None and row.seconds is not None
 
 
-def test_steps_are_profiled_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiling_takes_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, bool]] = []
 
     def measure(self: sparse.Stand, engine: Engine, context: int, profile: bool = False) -> sparse.Row:
@@ -287,11 +289,11 @@ def test_steps_are_profiled_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [(row.seconds, row.kernels is not None) for row in report.rows] == [(1.0, False), (1.0, True), (1.0, True)]
 
 
-def test_waits_are_part_of_the_idle_time() -> None:
+def test_stalls_are_part_of_the_idle_time() -> None:
     passes = {"fill": {"seconds": {"idle": 1.0}}, "gradient": {"seconds": {"idle": 2.0, "linear layers": 5.0}}}
     kernel_times.take_waits(passes, 2.5)
-    assert passes["gradient"]["seconds"] == {"idle": 0.0, "linear layers": 5.0, "waited for transfers": 2.0}
-    assert passes["fill"]["seconds"] == {"idle": 0.5, "waited for transfers": 0.5}
+    assert passes["gradient"]["seconds"] == {"idle": 0.0, "linear layers": 5.0, "stall on copies": 2.0}
+    assert passes["fill"]["seconds"] == {"idle": 0.5, "stall on copies": 0.5}
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +314,7 @@ def training(out: Path, mode: str, budget: int = 64, steps: int = 12) -> Any:
     )  # fmt: skip
 
 
-def test_two_runs_that_differ_in_attention_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_that_differ_only_in_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny(monkeypatch)
     out = tmp_path / "runs" / "train.json"
     result = training(out, "dense")
@@ -322,7 +324,7 @@ def test_two_runs_that_differ_in_attention_alone(tmp_path: Path, monkeypatch: py
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
     dense, covering = (record["runs"][mode] for mode in ("dense", "sparse"))
-    # The budget covers every page, and all else is the same: so are the losses, from the first step to the last.
+    # The budget covers every page, so the losses must be the same from the first step to the last.
     assert dense["losses"] == pytest.approx(covering["losses"], abs=1e-3) and len(dense["losses"]) == 12
     assert dense["losses"][-1] < dense["losses"][0] - 0.1
     assert record["final_losses"]["dense"] == pytest.approx(sum(dense["losses"][-10:]) / 10)
@@ -331,7 +333,7 @@ def test_two_runs_that_differ_in_attention_alone(tmp_path: Path, monkeypatch: py
     assert out.with_suffix(".png").stat().st_size > 10_000
     out.with_suffix(".png").unlink()
     assert training(out, "none").exit_code == 0 and out.with_suffix(".png").exists()
-    # Of another budget: nothing of before is taken for it.
+    # Runs with another budget are not kept.
     assert training(out, "sparse", budget=1, steps=2).exit_code == 0
     assert list(json.loads(out.read_text())["runs"]) == ["sparse"]
 
@@ -353,11 +355,11 @@ def test_what_counts_as_close() -> None:
     assert train_sparse.is_met(runs(1.0, 1.019), 11, 0.02) and train_sparse.is_met(runs(1.0, 0.981), 11, 0.02)
     assert not train_sparse.is_met(runs(1.0, 1.021), 11, 0.02)
     assert not train_sparse.is_met(runs(1.0, math.nan), 11, 0.02)
-    assert not train_sparse.is_met(runs(1.0, 1.0, steps=9), 11, 0.02), "a run is short"
+    assert not train_sparse.is_met(runs(1.0, 1.0, steps=9), 11, 0.02), "a run is incomplete"
     assert not train_sparse.is_met({"dense": runs(1.0, 1.0)["dense"]}, 11, 0.02)
 
 
-def test_windows_come_in_one_order_and_all_of_them() -> None:
+def test_examples_are_shuffled_in_epochs() -> None:
     found = train_sparse.order(5, 12, seed=3)
     assert found == train_sparse.order(5, 12, seed=3) != train_sparse.order(5, 12, seed=4)
     assert sorted(found[:5]) == sorted(found[5:10]) == list(range(5)) and len(found) == 12
@@ -365,7 +367,7 @@ def test_windows_come_in_one_order_and_all_of_them() -> None:
     assert shares[0] == 0.1 and max(shares) == 1.0 == shares[9] and 0.1 < shares[-1] < 0.11
 
 
-def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_use_whatever_files_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     assert sparse_tables.sparse_summary() == sparse_tables.sparse_details() == ""
     machine = {"gpu": {"name": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}, "source": "abc"}
@@ -387,9 +389,9 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     write("times", step(2**17, 18.0, **measured), step(2**17, 9.0, chunk_size=8192), step(2**20, problem="too large"))
     assert "| 131,072 | 18.0 s | 7,281 | 80 GiB |  |" in sparse_tables.sparse_summary()
     details = sparse_tables.sparse_details()
-    assert "| 131,072 | 6.0 s | 12.0 s | 18.0 s | 137 | 80.0 GiB | 0.0 GiB | 0, 0 GiB | 0.0 s |" in details
+    assert "| 131,072 | 18.0 s | 6.0 s | 12.0 s | 137 | 80.0 GiB | 0.0 GiB | 0, 0 GiB | 0.0 s |" in details
     assert "9.0 s" not in details and "too large" in details and "grows" not in details
-    assert "pages may take 65GiB of the GPU's memory" in details and "comes before: 4 s for 131,072 tokens" in details
+    assert 'gpu_memory="65GiB"' in details and "another 4 s once per run, at 131,072 tokens" in details
     write("growth", step(2**18, peak_bytes=2**30), step(2**20, peak_bytes=2**30 + 3 * 78_643_200))
     assert "linear layers" not in details
     write("times", step(2**17, 18.0, kernels=kernels, **measured))
@@ -407,5 +409,5 @@ def test_tables_are_made_of_whatever_files_there_are(tmp_path: Path, monkeypatch
     assert "train_sparse.png" not in details
     (tmp_path / "train_sparse.png").touch()
     assert "(../benchmarks/results/train_sparse.png)" in sparse_tables.sparse_details()
-    assert "65,536 tokens (50 of them, each read 2.0 times)" in details
+    assert "50 examples of 65,536 tokens, 2.0 epochs" in details
     assert "| linear layers | 75.0% |" in details and "is 1.000 with dense attention and 1.010 with 64 pages" in details
