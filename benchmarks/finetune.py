@@ -206,9 +206,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Output folder; with --picture-from, the PNG file.")],
     model: Annotated[Path | None, typer.Option(help="Folder of another model and its tokenizer.")] = None,
     gguf: Gguf = None,
-    dataset: Annotated[
-        Path | None, typer.Option(help="Folder to train on. Default: Python's standard library.")
-    ] = None,
+    dataset: Annotated[Path | None, typer.Option(help="Folder to train on. Default: Python's library.")] = None,
     length: Annotated[str, typer.Option(help="Tokens of an example; one per step.")] = "128K",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-4,

@@ -67,8 +67,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "brim": {"gpu_memory": "1TiB"},
     "host-brim": {"gpu_memory": 0},
 }
-"""Where pages go: all to the GPU, half of them, none, as the planner decides, both tiers full, or only to the host, which
-is full."""
+"""Where pages go: all to the GPU, half of them, none, as the planner decides, to both tiers until they are full, or to
+the host until it is full."""
 OPTIMIZERS = ("none", "adamw", *OFFLOADED_STATES)
 WHOLE, REHEARSAL = (OUT / f"plan_check{end}.json" for end in ("", "_rehearsal"))
 TOLERANCE = 0.03

@@ -187,13 +187,15 @@ def test_the_section_of_the_documents(out: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_accuracy_above_chance_must_be_significant() -> None:
-    def said(*found: float) -> str:
+    def sentence(*found: float) -> str:
         lengths = [{"length": 2**n, "accuracy": accuracy, "count": 40} for n, accuracy in enumerate(found, 12)]
         return update_tables.beyond_luck({"chance": 0.25, "lengths": lengths})
 
-    assert said(0.56, 0.35) == "The accuracy is significantly above chance at 4,096 tokens, not at the other lengths."
-    assert said(0.56, 0.5) == "Every length is significantly above chance."
-    assert said(0.3).startswith("No length")
+    assert (
+        sentence(0.56, 0.35) == "The accuracy is significantly above chance at 4,096 tokens, not at the other lengths."
+    )
+    assert sentence(0.56, 0.5) == "Every length is significantly above chance."
+    assert sentence(0.3).startswith("No length")
 
 
 @pytest.mark.timing
