@@ -1,4 +1,4 @@
-"""`oomb eval` beside `oomb train`: the same reading of the data, and adapters that are not merged."""
+"""`oomb eval`: it reads data as `oomb train` does, and evaluates adapters without a merge."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_eval_reads_the_data_as_train_does(here: Path, saved_model: Path, readin
     before, after = held_out(here / "out")
     assert measured(saved_model, *given) == pytest.approx(before, rel=1e-5)
     assert measured("out/model", *given) == pytest.approx(after, rel=1e-5)
-    # Flags decide, not the settings of the run beside the model.
+    # Flags decide, not the settings of the run next to the model.
     assert measured("out/model", "--dataset", "texts") != pytest.approx(after, rel=1e-5)
 
 
-def test_conversations_are_apart_by_default_in_both(here: Path) -> None:
+def test_conversations_are_separate_by_default_in_both(here: Path) -> None:
     save_chats(20)
     trained = invoke("train", "--model", "model", "--dataset", "chats.jsonl", *SMALL, *RUN)
     assert trained.exit_code == 0, trained.output
@@ -82,7 +82,7 @@ def test_needles_are_hidden_in_many_short_documents(here: Path) -> None:
     assert "too few for a haystack of 65,536" in refused.output
 
 
-def test_windows_that_training_has_seen_are_told(here: Path) -> None:
+def test_examples_that_training_has_seen_are_reported(here: Path) -> None:
     Path("text.txt").write_text("x" * 1279)
     few = invoke("eval", "demo", "--dataset", "text.txt", *SMALL, "--max_eval_samples", "3")
     assert few.exit_code == 0, few.output
@@ -99,7 +99,7 @@ def options_of(command: str) -> dict[str, tuple[Any, ...]]:
     return {option.name: (option.opts, option.help, option.default) for option in group.commands[command].params}
 
 
-def test_what_both_commands_take_is_declared_once() -> None:
+def test_shared_options_are_declared_once() -> None:
     train, evaluated = options_of("train"), options_of("eval")
     for name in ("tokenizer_name", "dataset", "packing", "dataset_join", "needle_depths", "device", "kv_dtype"):
         assert evaluated[name] == train[name]
@@ -112,7 +112,7 @@ def test_what_both_commands_take_is_declared_once() -> None:
         (["--dataset_join", "all"], "--dataset_join 'all' is unknown; use one of documents, repository"),
     ],
 )
-def test_wrong_values_are_refused_as_by_train(flags: list[str], message: str) -> None:
+def test_both_commands_refuse_wrong_values(flags: list[str], message: str) -> None:
     for command in (["train"], ["eval", "demo"]):
         result = invoke(*command, *flags)
         assert result.exit_code == 2
@@ -121,7 +121,7 @@ def test_wrong_values_are_refused_as_by_train(flags: list[str], message: str) ->
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory, saved_model: Path) -> Path:
-    """The folder of a run that has trained adapters."""
+    """The folder of a run that trained adapters."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("adapted")
     write_texts(folder / "texts")
@@ -154,7 +154,7 @@ def test_adapters_bring_their_own_tokenizer(adapted: Path, here: Path) -> None:
     assert resolve_tokenizer_name(EvalSettings(model_name_or_path=str(folder), tokenizer_name="mine"), "base") == "mine"
 
 
-def test_adapters_that_cannot_be_loaded(adapted: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_that_do_not_load_are_refused(adapted: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(adapted / "out" / "model", here / "model")
     config = json.loads((folder / "adapter_config.json").read_text())
 

@@ -1,5 +1,4 @@
-"""Evaluation: the loss by position against the model's own forward, needles against models that are known to find them
-or to be blind, and `oomb eval` as a person meets it."""
+"""Evaluation: loss by position, needles with known models, samples, and the whole `oomb eval`."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def text() -> Tensor:
-    """Lines of a text in bytes."""
+    """Lines of text as bytes."""
     return torch.tensor(list(b"the quick brown fox jumps over the lazy dog\n" * 200))
 
 
@@ -84,7 +83,7 @@ class Reader:
 
 
 def finder(ids: list[int]) -> Tensor:
-    """Looks for the last 16 tokens earlier in the text and repeats what came next."""
+    """Return logits that repeat what followed the last 16 tokens earlier in the text."""
     logits = torch.zeros(len(ids), 264)
     seen: dict[tuple[int, ...], int] = {}
     for at in range(16, len(ids) - 1):
@@ -96,7 +95,7 @@ def finder(ids: list[int]) -> Tensor:
 
 
 def blind(ids: list[int]) -> Tensor:
-    """Likes the codes that it has seen last, and of the names it knows nothing."""
+    """Return logits that prefer the latest codes and ignore names."""
     logits = torch.zeros(len(ids), 264)
     for at, (before, token) in enumerate(pairwise(ids), start=1):
         if before == ord(" ") and ord("0") <= token <= ord("9"):
@@ -104,7 +103,7 @@ def blind(ids: list[int]) -> Tensor:
     return logits
 
 
-def test_losses_by_position_are_those_of_the_models_own_forward(engine: Engine) -> None:
+def test_losses_by_position_match_the_models_own_forward(engine: Engine) -> None:
     windows = [torch.randint(256, (length,)) for length in (700, 450)]
     found = perplexity_by_position(engine, windows, first_bucket=128)
     by_position: dict[int, list[float]] = {}
@@ -127,7 +126,7 @@ def test_losses_by_position_are_those_of_the_models_own_forward(engine: Engine) 
     assert plain["buckets"][2]["perplexity"] == pytest.approx(math.exp(found.buckets[2].loss))
 
 
-def test_labels_that_do_not_count_are_left_out(engine: Engine) -> None:
+def test_ignored_labels_do_not_count(engine: Engine) -> None:
     ids = torch.randint(256, (300,))
     labels = ids.clone()
     labels[: 2 * 64] = -100
@@ -141,12 +140,12 @@ def test_labels_that_do_not_count_are_left_out(engine: Engine) -> None:
         perplexity_by_position(engine, [])
 
 
-def test_the_standard_error_is_that_of_repeated_texts() -> None:
-    """Runs of tokens are easy or hard together; an error over tokens would be several times too small."""
+def test_the_standard_error_matches_repeated_texts() -> None:
+    """Runs of tokens are easy or hard together, so an error over tokens would be several times too small."""
     generator = torch.Generator().manual_seed(0)
 
     def rule(ids: list[int]) -> Tensor:
-        # Each run of 256 tokens has a level of its own.
+        # Each run of 256 tokens has its own level.
         level = torch.randn(math.ceil(len(ids) / 256) + 1, generator=generator).repeat_interleave(256)[1 : len(ids) + 1]
         logits = torch.zeros(len(ids), 264)
         logits[:, 0] = level
@@ -160,13 +159,13 @@ def test_the_standard_error_is_that_of_repeated_texts() -> None:
     assert float(claimed) == pytest.approx(float(losses.std()), rel=0.2)
 
 
-def test_a_model_that_looks_back_finds_all_needles_and_none_without_them(text: Tensor) -> None:
+def test_a_model_that_looks_back_finds_every_needle(text: Tensor) -> None:
     reader: Any = Reader(finder)
     found = needle_scores(reader, build_haystacks(text, None, PROBE), PROBE).as_dict()
     assert found["accuracy"] == found["exact"] == 1.0
     assert found["gain"] > 10
     assert found["share"] > 0.999
-    # With no needles all candidates are alike, and a tie is worth its share.
+    # Without needles all candidates are equally likely, and a tie counts 1/n.
     assert found["control_accuracy"] == found["chance"] == 0.25
     assert found["count"] == 2 * 3
     assert [(cell["length"], cell["depth"], cell["count"]) for cell in found["cells"]] == [
@@ -176,7 +175,7 @@ def test_a_model_that_looks_back_finds_all_needles_and_none_without_them(text: T
     assert 0.5 < low < 1.0 == pytest.approx(high)
 
 
-def test_the_table_of_needles_fits_a_terminal(text: Tensor) -> None:
+def test_the_needle_table_fits_80_columns(text: Tensor) -> None:
     reader: Any = Reader(finder)
     probe = NeedleSettings(lengths=(4096,), num_haystacks=1)
     found = needle_scores(reader, build_haystacks(text, None, probe), probe).as_dict()
@@ -191,8 +190,8 @@ def test_the_table_of_needles_fits_a_terminal(text: Tensor) -> None:
     assert re.findall(r"[-+.,\d]+%?", row) == ["131,072", *["100%"] * 8, "-11.25"]
 
 
-def test_a_model_that_ignores_the_names_is_right_by_chance(text: Tensor) -> None:
-    """It prefers late codes, so anything but an order of chance would show."""
+def test_a_model_that_ignores_names_is_at_chance_level(text: Tensor) -> None:
+    """It prefers late codes, so an order that is not random would show."""
     probe = NeedleSettings(lengths=(1024,), num_depths=3, num_candidates=3, num_haystacks=150)
     reader: Any = Reader(blind)
     found = needle_scores(reader, build_haystacks(text, None, probe), probe)
@@ -204,7 +203,7 @@ def test_a_model_that_ignores_the_names_is_right_by_chance(text: Tensor) -> None
     assert low < found.chance < high
 
 
-def test_haystacks_are_what_they_say(text: Tensor) -> None:
+def test_haystacks_have_their_needles_and_questions(text: Tensor) -> None:
     probe = NeedleSettings(lengths=(2048, 3000), num_depths=4, num_candidates=3, num_haystacks=3, seed=5)
     haystacks = build_haystacks(text, None, probe)
     assert [haystack.length for haystack in haystacks] == [2048] * 3 + [3000] * 3
@@ -221,14 +220,14 @@ def test_haystacks_are_what_they_say(text: Tensor) -> None:
             answer = decode(torch.tensor(question.answer), None)
             assert tuple(haystack.ids_T[question.start : end].tolist()) == question.answer
             assert tuple(haystack.control_T[question.start : end].tolist()) == question.answer
-            # In the text once, in its part of it, and once more in the question.
+            # Once in its part of the text, and once in the question.
             assert written.count(answer) == 2
             share = written.index(answer) / (question.start - 1)
             assert question.depth / 4 - 0.1 < share < (question.depth + 1) / 4 + 0.1
             assert len(set(question.candidates)) == 3
             assert question.candidates[0] == question.answer[question.differ_at]
             codes.add(answer)
-            # Needles are put between lines, not into them.
+            # Needles are between lines.
             at = written.index(answer)
             assert written[: written.rindex("\nThe code", 0, at)].endswith(("dog\n", ".\n"))
         assert len(codes) == 4
@@ -238,8 +237,8 @@ def test_haystacks_are_what_they_say(text: Tensor) -> None:
     assert not torch.equal(haystacks[0].ids_T, other[0].ids_T)
 
 
-def test_the_rows_that_are_noted_are_the_models_own(engine: Engine, text: Tensor) -> None:
-    """The real engine, in chunks, against the model's ordinary forward over the whole haystack."""
+def test_needle_scores_match_the_models_own_forward(engine: Engine, text: Tensor) -> None:
+    """Compare the engine, in chunks, with the model's own forward over the whole haystack."""
     [haystack, _] = build_haystacks(text, None, PROBE)
     answers = needle_scores(engine, [haystack], PROBE).answers
     for ids_T, name in ((haystack.ids_T, "found"), (haystack.control_T, "control")):
@@ -260,7 +259,7 @@ def test_the_rows_that_are_noted_are_the_models_own(engine: Engine, text: Tensor
         assert answer.gain == pytest.approx(both[0] - both[1], abs=1e-3)
 
 
-def test_evaluation_has_no_dropout_and_leaves_the_model_as_it_was(engine: Engine) -> None:
+def test_evaluation_has_no_dropout_and_leaves_the_model_unchanged(engine: Engine) -> None:
     module = engine.model.lm
     module.model.embed_tokens.register_forward_hook(lambda m, i, out: torch.nn.functional.dropout(out, 0.5, m.training))
     module.train()
@@ -272,8 +271,7 @@ def test_evaluation_has_no_dropout_and_leaves_the_model_as_it_was(engine: Engine
 
 
 def test_needles_with_a_tokenizer(text: Tensor) -> None:
-    """One that makes numbers of three digits one token, so that the codes of a group share their first token, a space,
-    or not, as it comes."""
+    """Numbers of three digits are one token, so codes of a group share their first token or not."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -290,7 +288,7 @@ def test_needles_with_a_tokenizer(text: Tensor) -> None:
         assert tokenizer.decode(haystack.ids_T.tolist()).replace(" ", "").count("Thecodeof") == 3 * 4 + 3
 
 
-def test_what_cannot_be_asked_is_refused(text: Tensor) -> None:
+def test_bad_needles_are_refused(text: Tensor) -> None:
     with pytest.raises(ValueError, match="8,800 tokens, too few"):
         build_haystacks(text, None, NeedleSettings(lengths=(9000,)))
     with pytest.raises(ValueError, match=r"too short: .* Use 1,\d\d\d tokens"):
@@ -302,7 +300,7 @@ def test_what_cannot_be_asked_is_refused(text: Tensor) -> None:
         NeedleSettings(lengths=())
 
     class Same:
-        """A tokenizer to which all numbers are one token."""
+        """A tokenizer that maps every number to the same token."""
 
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [1]}
@@ -315,7 +313,7 @@ def test_what_cannot_be_asked_is_refused(text: Tensor) -> None:
         build_haystacks(text, blunt, PROBE)
 
 
-def test_a_sample_is_repeatable_and_leaves_random_numbers_alone(engine: Engine, text: Tensor) -> None:
+def test_a_sample_is_repeatable_and_restores_the_random_state(engine: Engine, text: Tensor) -> None:
     state = torch.random.get_rng_state()
     first, second, other = (sample_text(engine, text[:20], None, num_tokens=12, seed=seed) for seed in (1, 1, 2))
     assert first == second != other
@@ -345,7 +343,7 @@ def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     assert found["sample"]["prompt"] and found["machine"]["cpu"]
     assert f"{found['perplexity']['loss']:.4f}" in result.output
     assert "needles found" in result.output and "chance 33%" in result.output
-    # The windows are those that training would hold out.
+    # The examples are those that training would hold out.
     held_out = load("stdlib", max_length=1500, num_train=1, num_held_out=2).held_out
     assert held_out is not None and len(held_out) >= 1
     model = load_module.load_model(str(saved_model), device="cpu", dtype="float32")
@@ -353,8 +351,8 @@ def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     assert found["perplexity"]["loss"] == pytest.approx(own.loss, rel=1e-6)
 
 
-def test_records_come_in_the_same_order_everywhere(tmp_path: Path, saved_model: Path) -> None:
-    """Or `oomb eval` would measure on lines that `oomb train` has trained on."""
+def test_train_and_eval_read_records_in_the_same_order(tmp_path: Path, saved_model: Path) -> None:
+    """Otherwise `oomb eval` would evaluate on lines that `oomb train` trained on."""
     lines = [json.dumps({"text": f"{index} " * 200}) for index in range(40)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     given = ["--dataset", str(tmp_path / "lines.jsonl"), "--max_length", "256", "--device", "cpu"]
@@ -381,9 +379,9 @@ def test_the_documented_example_runs(engine: Engine, text: Tensor, capsys: pytes
         assert large in example
         example = example.replace(large, small)
     exec(example, {"engine": engine, "examples": [text[:1500]], "text_ids": text, "tokenizer": None})
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in said[:2]] == [["0", "1024"], ["1024", "1500"]]
-    assert said[2].split()[1] == "0.25"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["0", "1024"], ["1024", "1500"]]
+    assert lines[2].split()[1] == "0.25"
 
 
 @pytest.mark.parametrize(

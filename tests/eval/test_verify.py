@@ -1,4 +1,4 @@
-"""`oomb verify`: what it trusts, what it does not, what it refuses, and the exit code of each."""
+"""`oomb verify`: verdicts, input errors and exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_verify_trusts_a_saved_model(saved_model: Path) -> None:
 
 @pytest.fixture
 def capped_model(tmp_path: Path) -> Path:
-    """Attention with a soft cap that matters, which SDPA does not know."""
+    """A model whose logit soft cap changes attention, which SDPA does not support."""
     config = Gemma2Config(
         vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=1, attn_logit_softcapping=0.1, initializer_range=0.5,
@@ -34,7 +34,7 @@ def capped_model(tmp_path: Path) -> Path:
     return tmp_path / "capped"
 
 
-def test_a_soft_cap_is_part_of_the_truth(capped_model: Path) -> None:
+def test_the_reference_includes_soft_caps(capped_model: Path) -> None:
     options = ["--chunk_size", "32", "--device", "cpu"]
     result = invoke("verify", capped_model, "--context", "96", *options)
     assert result.exit_code == 0, result.output
@@ -48,7 +48,7 @@ def test_a_soft_cap_is_part_of_the_truth(capped_model: Path) -> None:
     assert not torch.isclose(plain(torch.arange(96)[None], labels=torch.arange(96)[None]).loss, capped, rtol=1e-3)
 
 
-def test_verify_cuts_no_name_in_a_narrow_terminal(saved_model: Path) -> None:
+def test_verify_truncates_no_name_in_a_narrow_terminal(saved_model: Path) -> None:
     options = ["--context", "96", "--chunk_size", "48", "--dtype", "bf16", "--device", "cpu"]
     result = invoke("verify", saved_model, *options, columns=80)
     assert result.exit_code == 0, result.output
@@ -56,7 +56,7 @@ def test_verify_cuts_no_name_in_a_narrow_terminal(saved_model: Path) -> None:
     assert "closest to their limit" in result.output
 
 
-def test_verify_ends_with_1_only_where_gradients_are_wrong(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_verification_exits_with_2(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("a kernel failed")
 
@@ -66,7 +66,7 @@ def test_verify_ends_with_1_only_where_gradients_are_wrong(saved_model: Path, mo
     assert "error: RuntimeError: a kernel failed" in result.output
 
 
-def test_verify_in_half_precision_compares_both_to_float32(saved_model: Path) -> None:
+def test_half_precision_is_compared_with_float32(saved_model: Path) -> None:
     options = ["--context", "256", "--chunk_size", "64", "--dtype", "bfloat16", "--device", "cpu"]
     result = invoke("verify", saved_model, *options)
     assert result.exit_code == 0, result.output
@@ -74,14 +74,14 @@ def test_verify_in_half_precision_compares_both_to_float32(saved_model: Path) ->
     assert "ratio" in result.output
 
 
-def test_verify_does_not_trust_wrong_gradients(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_are_not_trusted(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = verify.Engine.loss
     monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.001)
     options = ["--context", "128", "--chunk_size", "48", "--device", "cpu"]
     result = invoke("verify", saved_model, *options)
     assert result.exit_code == 1, result.output
     assert result.output.splitlines()[-1].startswith("do not trust: the losses differ by 1.0e-03, more than 1e-04")
-    # A gradient of 40% in bfloat16 noise must be seen as well.
+    # An error of 40% must show in bfloat16 noise.
     monkeypatch.setattr(verify.Engine, "loss", lambda *args, **options: loss(*args, **options) * 1.4)
     result = invoke("verify", saved_model, *options, "--dtype", "bfloat16")
     assert result.exit_code == 1, result.output
@@ -89,7 +89,7 @@ def test_verify_does_not_trust_wrong_gradients(saved_model: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_one_wrong_parameter_is_found(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     model = load.load_model("demo", device="cpu", dtype=dtype)
     wrong = "model.layers.1.mlp.up_proj.weight"
     gradients = verify._gradients
@@ -110,7 +110,7 @@ def test_verify_sees_one_wrong_parameter_among_many(monkeypatch: pytest.MonkeyPa
     assert wrong in comparison.verdict
 
 
-def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
+def test_a_mixture_of_experts_needs_float32() -> None:
     config = presets.preset_config("demo", model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     model = AutoModelForCausalLM.from_config(config)
     assert verify.compare(model, Config(chunk_size=24), context=64).trusted
@@ -118,7 +118,7 @@ def test_verify_of_a_mixture_of_experts_needs_full_precision() -> None:
         verify.compare(model.bfloat16(), Config(chunk_size=24), context=64)
 
 
-def test_verify_leaves_the_model_as_it_was() -> None:
+def test_verify_leaves_the_model_unchanged() -> None:
     model = load.load_model("demo", device="cpu", dtype="bfloat16").train()
     before = {name: (value.dtype, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     verify.compare(model, Config(chunk_size=32), context=64)
@@ -137,13 +137,13 @@ def test_verify_leaves_the_model_as_it_was() -> None:
         (["demmo"], "did you mean 'demo'?"),
     ],
 )
-def test_verify_refuses_in_one_message(arguments: list[str], message: str) -> None:
+def test_bad_arguments_are_one_message(arguments: list[str], message: str) -> None:
     result = invoke("verify", *arguments)
     assert result.exit_code == 2
     assert message in result.output
 
 
-def test_verify_keeps_only_some_layers_of_a_large_model() -> None:
+def test_verify_keeps_only_the_first_layers() -> None:
     result = invoke(
         "verify", "smollm2-135m", "--layers", "1", "--context", "24", "--chunk_size", "8", "--device", "cpu"
     )
@@ -151,13 +151,13 @@ def test_verify_keeps_only_some_layers_of_a_large_model() -> None:
     assert "11 parameters" in result.output
 
 
-def test_adapters_alone_are_refused_with_the_way_to_merge_them(tmp_path: Path) -> None:
+def test_adapters_alone_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"LoRA adapters without their base model.*merge_and_unload"):
         load.check_model_name(str(tmp_path))
 
 
-def test_a_folder_comes_before_a_preset_that_is_called_so_in_small_letters(
+def test_a_folder_takes_precedence_over_a_preset_in_other_case(
     saved_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert presets.is_preset("SmolLM2-135M") and presets.is_preset("smollm2-135m")

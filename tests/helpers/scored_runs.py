@@ -1,4 +1,4 @@
-"""Runs whose evaluations have given scores."""
+"""A trainer whose evaluations return given scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": Tru
 
 
 class Scores(oomb.Trainer):
-    """An evaluation is a number of a list, one for each step."""
+    """A trainer whose n-th evaluation returns the n-th score."""
 
     scores = (5.0, 1.0, 4.0, 3.0, 2.0, 2.5)
 

@@ -1,4 +1,4 @@
-"""The examples at toy size, and the code of docs/howto_trl.md."""
+"""The examples at toy size, and the code in docs/howto_trl.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return toy.model_folder(str(tmp_path_factory.mktemp("toy") / "model"))
 
 
-def test_every_example_is_run_and_named_in_the_documents() -> None:
+def test_every_example_is_tested_and_documented() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"toy"}
     assert names == {"sft", "dpo", "grpo_style", "own_loss"}  # the first two in test_trl.py
     documents = "".join((ROOT / "docs" / f"howto_{page}.md").read_text() for page in ("trl", "own_loss"))
@@ -37,7 +37,7 @@ def test_reward_weighted_training_earns_more(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["grpo_style", "own_loss"])
-def test_gradients_of_own_losses_are_those_of_the_whole_sequence(folder: str, name: str) -> None:
+def test_gradients_of_own_losses_match_the_whole_sequence(folder: str, name: str) -> None:
     module = __import__(name)
     ids = torch.randint(3, 40, (4, 50))
     mask = torch.arange(50) < torch.tensor([50, 44, 50, 31])[:, None]
@@ -63,13 +63,13 @@ def test_gradients_of_own_losses_are_those_of_the_whole_sequence(folder: str, na
         assert (a.grad - b.grad).norm() <= 1e-4 * b.grad.norm(), key
 
 
-def test_a_loss_of_ones_own_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_loss_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     losses = [record["loss"] for record in logged(run_example("own_loss")["trainer"]) if "loss" in record]
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+def test_the_code_in_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.chdir(tmp_path)
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     words = [f"{i} and {i * i}, " * 4 for i in range(8)]

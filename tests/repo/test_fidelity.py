@@ -138,7 +138,7 @@ def test_the_command_fails_when_a_budget_of_all_pages_is_not_dense(
     [
         (["--rules", "best"], "page_rule is 'best'"),
         (["--summaries", "float4"], "--summaries is 'float4'; it must be float32 or float8"),
-        (["--page-size", "5"], "take chunk_size=20"),
+        (["--page-size", "5"], "20"),
         (["--chunk-size", "48"], "no past"),
         (["--samples", "9"], "between 1 and 3"),
         (["--tokens", "10000000"], "lower --tokens"),

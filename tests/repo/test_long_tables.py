@@ -74,7 +74,7 @@ def test_the_memory_terms_and_the_longest_context(folder: Path) -> None:
     assert "longer context" not in long_tables.memory() and "curve" not in long_tables.memory()
     write(folder / long_tables.FULL, full(problem=REFUSED, context=2**22), full())
     text = long_tables.memory()
-    assert "on one GPU X," in text
+    assert "on one GPU X" in text
     assert "| GPU: weights | 14.00 |  |" in text and "| host: optimizer states |  | 15.00 |" in text
     assert "| **host, predicted** | 32.00 | 32.00 |" in text
     assert "| **GPU, measured** | 128.00 | 128.00 |" in text and "| of which optimizer | 0.01 s | 5.00 s |" in text

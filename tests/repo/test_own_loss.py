@@ -1,4 +1,4 @@
-"""Subclasses of the trainers with a loss of their own: it trains through the engine, or the step is an error."""
+"""Trainer subclasses with their own loss: it trains through the engine, or the step is an error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ trl = pytest.importorskip("trl")
 pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
-import toy  # noqa: E402  (of examples/, which `scripts` has put on the path)
+import toy  # noqa: E402
 from trl_data import SETTINGS, pairs, texts  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
 class CallsTheModel:
-    """A loss on the model's outputs, as transformers' documentation shows it. `before` is called before each forward.
-    Before TRL's trainers and oomb's among the bases of a class."""
+    """A mixin whose loss calls the model, as transformers documents it. `before` runs before each forward."""
 
     before: Any = staticmethod(lambda model: None)
 
@@ -48,9 +47,7 @@ REFUSED = r"calls the model itself on a batch of shape \(\d, \d+\).*self\.engine
 @pytest.mark.parametrize(
     ("make", "options"), [(tiny_model, {}), (tiny_model, {"bf16": True}), (adapted, {})], ids=["plain", "bf16", "lora"]
 )
-def test_a_loss_that_calls_the_model_is_refused_before_it_runs(
-    tmp_path: Path, make: Any, options: dict[str, Any]
-) -> None:
+def test_a_loss_that_calls_the_model_is_refused(tmp_path: Path, make: Any, options: dict[str, Any]) -> None:
     trained = type("Trained", (CallsTheModel, oomb.Trainer), {})
     samples, model, seen = Samples(4, 41, padded=False), make(), []
     ids = samples[0]["input_ids"][None]
@@ -68,16 +65,16 @@ def test_a_loss_that_calls_the_model_is_refused_before_it_runs(
     embeddings.register_forward_pre_hook(lambda module, args: seen.append("graph") if torch.is_grad_enabled() else None)
     with pytest.raises(RuntimeError, match=REFUSED):
         trainer.train()
-    # What needs no gradients has run. The forward of the step has not reached the first module.
+    # Forwards without gradients ran; the one of the training step did not reach the first module.
     assert seen == [(1, 43)]
-    # Outside of a training step nothing is in the way.
+    # Outside a training step the model can be called.
     assert trainer.evaluate()["eval_loss"] > 0
     model.train()
     model(input_ids=ids, labels=ids).loss.backward()
 
 
 @pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
-def test_a_loss_that_calls_the_model_is_refused_by_trls_trainers_too(tmp_path: Path, kind: str, data: Any) -> None:
+def test_trl_trainers_refuse_a_loss_that_calls_the_model(tmp_path: Path, kind: str, data: Any) -> None:
     folder = toy.model_folder(str(tmp_path / "model"))
     trained = type("Trained", (CallsTheModel, getattr(oomb, f"{kind}Trainer")), {})
     args = getattr(trl, f"{kind}Config")(output_dir=str(tmp_path), **{**SETTINGS, "eval_strategy": "no"})
