@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -140,6 +140,42 @@ def open_dataset(
         num_examples=len(bounds_N2) - split_at,
         is_all_read=is_all_read,
         notes=(*stats.notes(), *notes),
+    )
+
+
+class DatasetSettings(Protocol):
+    """Settings of a command that decide which examples it reads; see `open_dataset`."""
+
+    dataset: str
+    packing: str
+    dataset_join: str
+    max_length: int
+    max_eval_samples: int
+    seed: int
+
+
+def open_configured(
+    settings: DatasetSettings,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    num_train: int | None,
+    skip_check: bool,
+    report: Report,
+) -> Split:
+    """Open the dataset of a command. `oomb train` and `oomb eval` hold out the same examples: both call this."""
+    return open_dataset(
+        settings.dataset,
+        tokenizer=tokenizer,
+        max_length=settings.max_length,
+        packing=settings.packing,
+        join=settings.dataset_join,
+        vocab_size=vocab_size,
+        num_train=num_train,
+        num_held_out=settings.max_eval_samples,
+        seed=settings.seed,
+        skip_check=skip_check,
+        report=report,
     )
 
 

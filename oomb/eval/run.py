@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oomb.data.dataset import open_dataset
+from oomb.data.dataset import open_configured
 from oomb.data.discover import STDLIB
 from oomb.data.encode import NUM_BYTE_IDS
 from oomb.data.sources import SEED
@@ -136,16 +136,11 @@ def read_examples(
     num_examples = max(settings.max_eval_samples, -(-longest // settings.max_length))
     skip_check = settings.skip_dataset_check
     while True:
-        split = open_dataset(
-            settings.dataset,
+        split = open_configured(
+            settings,
             tokenizer=tokenizer,
-            max_length=settings.max_length,
-            packing=settings.packing,
-            join=settings.dataset_join,
             vocab_size=vocab_size,
             num_train=num_examples,
-            num_held_out=settings.max_eval_samples,
-            seed=settings.seed,
             skip_check=skip_check,
             report=report,
         )

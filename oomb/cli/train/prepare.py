@@ -18,7 +18,7 @@ from transformers import (
 
 from oomb.cli.train.settings import DEMO, TRACKERS, TrainSettings
 from oomb.config import OFFLOADED_STATES, Config, SettingError
-from oomb.data.dataset import open_dataset, pad_batch, unchecked
+from oomb.data.dataset import open_configured, pad_batch, unchecked
 from oomb.data.tokenizers import another_tokenizer
 from oomb.data.tokens import Split
 from oomb.models import adapters, load, presets
@@ -166,16 +166,11 @@ def load_examples(
     """As many windows as the run reads, where it reads some of them only. `report` hears of the check of token shards,
     in bytes."""
     steps = settings.max_steps or _demo_steps(settings, device)
-    split = open_dataset(
-        settings.dataset,
+    split = open_configured(
+        settings,
         tokenizer=tokenizer,
-        max_length=settings.max_length,
-        packing=settings.packing,
-        join=settings.dataset_join,
         vocab_size=vocab_size,
         num_train=None if steps is None else steps * settings.examples_per_step,
-        num_held_out=settings.max_eval_samples,
-        seed=settings.seed,
         skip_check=settings.skip_dataset_check,
         report=report,
     )
