@@ -99,7 +99,7 @@ class Report:
             "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
             "MFU": lambda row: f"{row.mfu:.1%}" if row.mfu else "",
             "peak": lambda row: units.gib(row.peak_bytes) if row.peak_bytes else "",
-            "GPU pages": lambda row: units.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
+            "device pages": lambda row: units.gib(row.gpu_page_bytes) if row.gpu_page_bytes else "",
             "host pages": lambda row: units.gib(row.host_page_bytes) if row.host_page_bytes else "",
             "copied in, out": lambda row: (
                 f"{units.gib(row.loaded_bytes)}, {units.gib(row.stored_bytes)}" if row.loaded_bytes else ""
