@@ -1,8 +1,8 @@
-"""What the engine needs of a Hugging Face causal LM.
+"""Run a Hugging Face causal LM chunk by chunk: hidden states of a chunk, logits, and the model's state.
 
-No modelling code is patched. The model calls a registered attention function; while a pass computes a chunk, that
-function hands q, k and v to the pass. The backbone runs chunk by chunk; the head is the model's own `forward` with the
-backbone taken out, so that logit scaling and soft-capping are the model's own as well.
+Nothing in the model is patched. The model calls a registered attention function, which hands q, k and v to the active
+pass. The head is the model's own `forward` with the backbone replaced by a stub, so logit scaling and soft caps are the
+model's own, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ PLACEHOLDERS = (
 
 
 class CausalLM:
-    """A Hugging Face causal LM, PEFT-wrapped or not, as the engine uses it."""
+    """A Hugging Face causal LM as the engine uses it.
+
+    Args:
+        model: The model, possibly wrapped by PEFT or `torch.compile`.
+        check: Raise `UnsupportedModelError` if the model cannot be trained exactly.
+    """
 
     def __init__(self, model: nn.Module, *, check: bool = True) -> None:
         self.lm = unwrap(model, check=check)
@@ -59,14 +64,14 @@ class CausalLM:
         self.num_positions = learned_positions(self.backbone, self.config)
         self.rotaries = [m for m in self.backbone.modules() if depends_on_length(m)]
         self._pass: Attention | None = None
-        """The one that is running."""
+        """The active pass."""
         self.total_length = 0
         self._windows: dict[int, int | None] | None = None
-        """Window of every layer that has attended in the forward under way."""
+        """Window of each layer that has called attention in the current forward."""
         self._compiled: dict[nn.Module, Callable[..., Any]] = {}
 
     def hidden(self, ids_BT: Tensor, positions_1T: Tensor) -> Tensor:
-        """Last hidden states [B, T, D] of tokens that stand at these positions."""
+        """Return the last hidden states [B, T, D] of tokens at these positions."""
         self._windows = {}
         try:
             with self.computing():
@@ -78,7 +83,7 @@ class CausalLM:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let this thread compute a chunk of the pass that is running. Without it, calls of the model raise."""
+        """Let this thread compute a chunk of the active pass. Any other call of the model raises during a pass."""
         outer, thread_state.chunk_of = thread_state.chunk_of, self._pass
         try:
             yield
@@ -86,16 +91,17 @@ class CausalLM:
             thread_state.chunk_of = outer
 
     def count_attention(self, layer: int, window: int | None) -> None:
-        """Called for every attention of a layer. Those that a backward computes again are not counted."""
+        """Note that a layer calls attention, except when a backward recomputes it."""
         if self._windows is not None:
             if layer in self._windows:
                 raise UnsupportedModelError(
-                    f"layer {layer} of {type(self.lm).__name__} attends more than once; it has one set of pages"
+                    f"layer {layer} of {type(self.lm).__name__} attends more than once per forward, but it has only "
+                    "one set of pages: use a model whose layers attend once"
                 )
             self._windows[layer] = window
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """The model's own head. It is looked up every time: users wrap and resize heads."""
+        """Return the logits of the model's own head, looked up each time because users wrap and resize heads."""
         head = _head_only(self.lm)
         return head(inputs_embeds=hidden_ND.unsqueeze(0), use_cache=False, return_dict=True).logits.squeeze(0)
 
@@ -115,13 +121,15 @@ class CausalLM:
         return self.lm.parameters()
 
     def uses_rng(self) -> bool:
-        """Whether the forward may be random: dropouts and router noise are, in training mode. Attention dropout is
-        refused here."""
+        """Return whether the forward may draw random numbers, as dropout and router noise do in training mode.
+
+        Raises ValueError for attention dropout, which cannot be replayed.
+        """
         check_attention_dropout(self.backbone)
         return any(module.training for module in self.lm.modules())
 
     def state(self, *, with_sums: bool = False) -> ModelState:
-        """Return the model's state as its owner knows it: the modes that a pass sets do not show."""
+        """Return the model's state as the user left it, without the changes of a pass that is active elsewhere."""
         with engine_lock:
             return ModelState.capture(self.lm, with_sums=with_sums)
 
@@ -129,13 +137,18 @@ class CausalLM:
     def activate(
         self, pass_: Attention, total_length: int, state: ModelState, *, with_sums: bool = False
     ) -> Iterator[None]:
-        """Routes attention to `pass_` and tells length-dependent RoPE the whole length; leaves the model as found.
-        `state` is the model's at the start of the sequence, which both of its passes must see; `with_sums` compares
-        the numbers in its weights as well."""
+        """Make a pass active for the duration of a `with`, and leave the model as it was.
+
+        Args:
+            pass_: Gets the attention calls.
+            total_length: Length of the whole sequence, for RoPE that depends on it.
+            state: State of the model at the start of the sequence, which both passes must see.
+            with_sums: Compare checksums of all weights with that state.
+        """
         with engine_lock, ExitStack() as undo:
             now = self.state()
             state.check_unchanged(now, with_sums=with_sums)
-            # First of all: whoever calls the model from here on must not see what follows.
+            # Gate first, so that no other caller sees the changes below.
             for module in self._parts():
                 route(undo, module, gate(module, vars(module).get(CALL) or module._call_impl))
             for module, mode, mode_now in zip(self.lm.modules(), state.modes, now.modes, strict=True):
@@ -143,7 +156,7 @@ class CausalLM:
                     undo.callback(setattr, module, "training", mode_now)
                     module.training = mode
             for config in _configs(self.lm):
-                # Not by the model's own method: parts of a model may differ in it, and refuse what others had.
+                # Restore fields, not by `set_attn_implementation`: a part may reject what another part uses.
                 undo.callback(setattr, config, ATTENTION_FIELD, getattr(config, ATTENTION_FIELD))
             self.lm.set_attn_implementation(ATTENTION_NAME)
             for layer in self.layers:
@@ -166,14 +179,14 @@ class CausalLM:
                 self._pass, self.total_length = outer, outer_length
 
     def _parts(self) -> list[nn.Module]:
-        """The modules by which a forward comes in, or meets what a pass changes: the backbone and the models in it,
-        what they call first, and the layers."""
+        """Return the modules to gate: where a forward can enter (the backbone, models in it and their children), and
+        the layers, which a pass wraps."""
         models = [module for module in self.backbone.modules() if isinstance(module, PreTrainedModel)]
         return list(dict.fromkeys([self.backbone, *models, *self.layers, *(c for m in models for c in m.children())]))
 
     @contextmanager
     def wrap_layers(self, *, compiled: bool, checkpointed: bool) -> Iterator[None]:
-        """Layers run compiled, or recompute themselves in the backward."""
+        """Run layers compiled, or checkpointed (recomputed in the backward), for the duration of a `with`."""
         with ExitStack() as undo:
             for layer in self.layers if compiled or checkpointed else ():
                 call: Callable[..., Any] = layer._call_impl
@@ -188,17 +201,17 @@ class CausalLM:
 
 
 def decoder_layers(lm: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of the text decoder. Towers for images may have as many, and come first."""
+    """Return the layers of the text decoder, not those of a vision tower, which may have as many and come first."""
     count = lm.config.get_text_config(decoder=True).num_hidden_layers
     for part in (lm.get_decoder(), getattr(lm, lm.base_model_prefix)):
         for module in part.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return module
-    raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers")
+    raise UnsupportedModelError(f"{type(lm).__name__} has no list of {count} decoder layers: use another architecture")
 
 
 def _configs(lm: PreTrainedModel) -> list[Any]:
-    """Of the model and of all its parts."""
+    """Return the configs of the model and of all its parts."""
     waiting = [module.config for module in lm.modules() if isinstance(module, PreTrainedModel)]
     found: dict[int, Any] = {}
     while waiting:
@@ -210,8 +223,12 @@ def _configs(lm: PreTrainedModel) -> list[Any]:
 
 
 def _own_pad_token(config: Any, whole: Any) -> int | None:
-    """Return the padding token, if it stands for nothing else. Of a model with several parts, `config` is that of the
-    text and need not have all tokens; that of the whole has them."""
+    """Return the padding token, or None if it also begins or ends texts.
+
+    Args:
+        config: Config of the text model.
+        whole: Config of the whole model, which may define tokens that the text config lacks.
+    """
     pad = getattr(config, "pad_token_id", None)
     for name in ("bos_token_id", "eos_token_id"):
         for ids in (getattr(part, name, None) for part in (config, whole)):
@@ -221,19 +238,19 @@ def _own_pad_token(config: Any, whole: Any) -> int | None:
 
 
 def _placeholders(configs: list[Any]) -> dict[int, str]:
-    """Return the ids that stand for images, video or audio in a text, and what configs call them."""
+    """Return the placeholder ids of images, video and audio, with their names in the config."""
     named = {name: getattr(config, name, None) for config in configs for name in PLACEHOLDERS}
     return {token: name for name, token in named.items() if isinstance(token, int)}
 
 
 def learned_positions(backbone: nn.Module, config: Any) -> int | None:
-    """How many positions a table of the model holds; None if it computes them."""
+    """Return how many positions the model has learned, or None if it computes positions."""
     tables = {name.rsplit(".", 1)[-1] for name, module in backbone.named_modules() if isinstance(module, nn.Embedding)}
     return config.max_position_embeddings if tables & {"wpe", "embed_positions", "position_embeddings"} else None
 
 
 class _HiddenOnly(BaseModelOutputWithPast):
-    """A backbone's output of which only the hidden states are there."""
+    """Output of a backbone with hidden states only. All other fields are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -241,11 +258,11 @@ class _HiddenOnly(BaseModelOutputWithPast):
 
 
 class _BackboneStub(nn.Module):
-    """In the place of the backbone: returns the hidden states it is given."""
+    """Stand-in for the backbone that returns the hidden states it is given."""
 
     @property
     def decoder(self) -> _BackboneStub:
-        # Some heads call a decoder inside of the backbone.
+        # Some heads call a decoder inside the backbone.
         return self
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
@@ -253,9 +270,9 @@ class _BackboneStub(nn.Module):
 
 
 def _head_only(lm: PreTrainedModel) -> PreTrainedModel:
-    """A shallow copy of the model that shares its head and maps given hidden states to logits."""
+    """Return a shallow copy of the model that maps hidden states to logits, sharing the model's head."""
     head = copy.copy(lm)
-    # Libraries that wrap `forward` on the instance (accelerate's mixed precision) have bound it to the original.
+    # Some libraries (accelerate's mixed precision) wrap `forward` on the instance, bound to the original model.
     head.__dict__.pop("forward", None)
     head._modules = {**lm._modules, lm.base_model_prefix: _BackboneStub()}
     return head
