@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, SIZES, build
+from families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import H200, MIB, TINY, ask, facts_for, with_dtype
 
-from oomb.attention.call import AttentionCall
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
-from oomb.models.probe import model_shape
-from oomb.models.shape import LayerShape, ModelShape
+from oomb.models.shape import ModelShape
 from oomb.ops import logprob
 from oomb.planner import activations, fit, hardware, step_time
 from oomb.planner import forecast as forecast_module
@@ -29,11 +27,6 @@ from oomb.planner.placement import OPERATIONS_PER_BYTE, place
 from oomb.planner.request import Placement, PlacementRequest
 from oomb.utils import units
 from oomb.utils.units import GIB, parse_bytes
-
-SOME_FAMILIES = [
-    "llama", "llama_tied", "qwen2_sliding", "gemma3", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3",
-    "phi3_longrope_long",
-]  # fmt: skip
 
 
 def bytes_of(placement: Placement | StepForecast, tier: str) -> int:
@@ -356,86 +349,6 @@ def test_forecast_counts_what_a_training_run_holds() -> None:
         forecast_step(full, Config(), H200, length=2**15, optimizer="lion")
     with pytest.raises(ValueError, match="2 tokens or more"):
         forecast_step(full, Config(), H200, length=1)
-
-
-@pytest.mark.parametrize("name", SOME_FAMILIES)
-def test_facts_are_those_of_the_tensors(name: str) -> None:
-    from oomb.models.causal_lm import CausalLM
-
-    model = build(name, dtype=torch.float32)
-    buffers = {key: value.clone() for key, value in model.named_buffers()}
-    attention = model.config._attn_implementation
-    facts = model_shape(model)
-    assert model.config._attn_implementation == attention
-    assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
-    assert facts.weight_bytes == sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
-    assert facts.grad_bytes == facts.wide_grad_bytes == 4 * facts.trainable_params and facts.float32_sum_bytes == 0
-    assert (facts.itemsize, facts.hidden_size, facts.vocab_size) == (4, 48, SIZES["vocab_size"])
-    # What attention is really given.
-    lm = CausalLM(model)
-    seen: dict[int, LayerShape] = {}
-
-    class Look:
-        def attend(self, call: AttentionCall) -> Any:
-            seen[call.layer] = LayerShape(
-                num_kv_heads=call.k.shape[1],
-                head_size=call.k.shape[3],
-                value_size=call.v.shape[3],
-                num_query_heads=call.q.shape[1],
-                window=call.window,
-                dtype=call.k.dtype,
-            )
-            return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-
-    with torch.no_grad(), lm.activate(Look(), 4, lm.state()), lm.computing():
-        lm.backbone(input_ids=torch.arange(3, 7)[None], use_cache=False)
-    assert facts.layers == tuple(seen[index] for index in sorted(seen))
-    with torch.device("meta"):
-        on_meta = build_on_meta(name)
-    assert model_shape(on_meta) == facts
-
-
-def build_on_meta(name: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    family = FAMILIES[name]
-    config = AutoConfig.for_model(family.model_type, **{**SIZES, **family.config})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def test_facts_of_matrices() -> None:
-    for name in ("llama", "llama_tied", "mixtral"):
-        model = build(name, dtype=torch.float32)
-        matrices = [p for p in model.parameters() if p.ndim > 1 and p is not model.get_input_embeddings().weight]
-        # A tied embedding is the head; a token is sent to two experts of four.
-        head = model.get_output_embeddings().weight
-        expected = sum(p.numel() // (2 if p.ndim == 3 else 1) for p in {*matrices, head})
-        assert model_shape(model).active_params == model_shape(model).trained_params == expected
-    layer = build("llama", dtype=torch.float32).model.layers[0]
-    assert model_shape(build("llama")).layer_io_width == sum(sum(p.shape) for p in layer.parameters() if p.ndim == 2)
-    # Queries and output, keys and values, two experts of four, the router.
-    mixtral = model_shape(build("mixtral", dtype=torch.float32))
-    assert mixtral.layer_io_width == 2 * (48 + 48) + 2 * (48 + 16) + 2 * (48 + 128 + 64 + 48) + (48 + 4)
-
-
-def test_facts_of_adapters() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    base = model_shape(build("llama", dtype=torch.bfloat16))
-    model = get_peft_model(build("llama", dtype=torch.bfloat16), LoraConfig(r=4, target_modules="all-linear"))
-    facts = model_shape(model)
-    assert facts.has_adapters and not base.has_adapters
-    # PEFT's are float32, and compute so unless autocast is on. Alone they are not wide.
-    assert facts.has_float32_adapters and not base.has_float32_adapters
-    assert model_shape(model, autocast=True) == replace(facts, has_float32_adapters=False)
-    wide = get_peft_model(build("llama", dtype=torch.float32), LoraConfig(r=4, target_modules="all-linear"))
-    assert model_shape(wide).has_adapters and not model_shape(wide).has_float32_adapters
-    assert facts == model_shape(model.get_base_model())
-    assert facts.layers == base.layers and facts.head_grad_bytes == 0
-    assert facts.grad_bytes == facts.wide_grad_bytes == sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert facts.trained_params == facts.trainable_params
-    assert facts.layer_io_width == 2 * base.layer_io_width + 7 * 2 * 4
-    assert base.float32_sum_bytes == 2 * base.grad_bytes
 
 
 @pytest.mark.parametrize("kept", [False, True])
