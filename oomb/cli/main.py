@@ -9,6 +9,7 @@ import typer
 
 from oomb import __version__
 from oomb.cli.bench import bench
+from oomb.cli.demo import demo
 from oomb.cli.eval.command import eval_
 from oomb.cli.plan.command import plan
 from oomb.cli.report.command import report
@@ -22,7 +23,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
-    "[bold]oomb train[/] alone runs a small built-in example. [bold]oomb tokenize[/] prepares large datasets. "
+    "[bold]oomb demo[/] trains a small built-in example and compares it with standard training. "
+    "[bold]oomb train[/] trains on your data. [bold]oomb tokenize[/] prepares large datasets. "
     "[bold]oomb plan[/] says what will fit, before anything "
     "is allocated. [bold]oomb verify MODEL[/] checks the gradients of your own model. [bold]oomb bench[/] measures "
     "time and memory beside standard training. [bold]oomb eval MODEL[/] measures what a model makes of a long context, "
@@ -45,7 +47,7 @@ def _main(
     pass
 
 
-for command in (train, tokenize, plan, verify, bench, eval_, report):
+for command in (demo, train, tokenize, plan, verify, bench, eval_, report):
     # Its help is its docstring, each paragraph one line for the terminal to wrap.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

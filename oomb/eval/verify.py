@@ -181,11 +181,11 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
         whole_loss, whole = _gradients(model, lambda: _whole_sequence_loss(model, ids))
         if parameter.dtype in TOLERANCE:
             rows = _rows(whole, gradients)
-            total, total_standard = _total_error(whole, gradients), None
+            total, total_standard = total_error(whole, gradients), None
         else:
             reference = _float32_gradients(model, ids)
             rows = _rows(reference, gradients, whole)
-            total, total_standard = _total_error(reference, gradients), _total_error(reference, whole)
+            total, total_standard = total_error(reference, gradients), total_error(reference, whole)
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)
@@ -309,6 +309,6 @@ def _rows(
     return rows
 
 
-def _total_error(reference: dict[str, Tensor], candidate: dict[str, Tensor]) -> float:
+def total_error(reference: dict[str, Tensor], candidate: dict[str, Tensor]) -> float:
     error = sum(_distance(candidate[name], x) ** 2 for name, x in reference.items())
     return (error / max(sum(_norm(x) ** 2 for x in reference.values()), 1e-60)) ** 0.5

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from report_pages import (
     WIDTHS,
     Tree,
     browse,
+    compared,
     evaluation,
     find_browser,
     is_near,
@@ -36,18 +36,20 @@ from report_pages import (
     write_run,
 )
 
-from oomb.cli.report.chart import Chart, Series, nice_ticks, plain, svg, thin
+from oomb.cli.report.comparison import conclusions, memory_meaning
 from oomb.cli.report.events import order, read_run
 from oomb.cli.report.page import page, write_report
 
+COMPARED = "Compared with standard training"
 SECTIONS = [
-    "Training", "Memory of each tier", "Evaluation", "Text before and after", "Settings and machine", "Steps",
+    "Training", COMPARED, "Memory of each tier", "Evaluation", "Text before and after", "Settings and machine", "Steps",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = write_run(tmp_path_factory.mktemp("runs") / "my run", whole_run(), tail='{"event": "st')
+    (folder / "comparison.json").write_text(json.dumps(compared()))
     assert write_report(folder) == folder / "report.html"
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
     return (folder / "report.html").read_text()
@@ -142,6 +144,23 @@ def test_the_page_says_what_the_metrics_say(report: str) -> None:
     assert "1 of its lines could not be read" in note["text"]
 
 
+def test_the_comparison_is_a_table_with_its_conclusions(report: str) -> None:
+    tree = Tree(report)
+    rows = [row["text"] for row in tree.all("tr")]
+    assert "2,0482.0 s0.6 s52.0 MiB36.0 MiB1.0e-07" in rows
+    # A problem stands where the time would be.
+    assert "16,384skipped: needs about 0.41 GiB16.2 s66.0 MiB" in rows
+    text = tree.all("main")[0]["text"]
+    # Of the longest context that both modes were measured at.
+    assert "At 8,192 tokens a step adds 208.0 MiB" in text and "3.7x less" in text
+    assert "differ by 3.0e-07 at 8,192 tokens" in text and "float32 rounding" in text and "RSS" in text
+    wrong = compared()
+    wrong["rows"][2]["grad_difference"] = 0.5
+    assert "WRONG" in conclusions(wrong)[1]
+    wrong["settings"]["device"] = "cuda:0"
+    assert "GPU memory" in memory_meaning(wrong)
+
+
 def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
     tree = Tree(report)
     expected = {
@@ -155,6 +174,8 @@ def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
         "waited": {"waited": 30},
         "positions": {"before training": 8, "after training": 8},
         "needles": {"before training": 3, "after training": 3},
+        "compared-memory": {"standard training": 3, "oomb": 4},
+        "compared-time": {"standard training": 3, "oomb": 4},
     }
     found = {chart["id"].removeprefix("chart-") for chart in tree.all("figure")}
     assert found == set(expected)
@@ -210,50 +231,6 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     assert [c for c in tree.all("circle", class_="dot") if any(p.get("id") == "chart-loss" for p in c["parents"])]
 
 
-def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
-    events = [start(), step(1), step(2), step(3, loss=math.nan), step(4, loss=math.inf), step(5), step(6, loss=1e300)]
-    text = write_report(write_run(tmp_path / "run", events)).read_text()
-    tree = Tree(text)
-    assert len(tree.paths("loss")["training"]) == 3
-    [path] = [path for path in tree.all("path") if path["data-name"] == "training"]
-    assert path["d"].count("M") == 2
-    assert "The loss was not a finite number in 2 of 6 steps" in text
-
-
-@pytest.mark.timing
-def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
-    values = [(float(i), math.sin(i / 50) + (100.0 if i == 31_234 else 0.0)) for i in range(50_000)]
-    kept = thin(values)
-    assert len(kept) <= 1002
-    assert kept[0] == values[0] and kept[-1] == values[-1]
-    assert max(kept, key=lambda point: point[1])[0] == 31_234
-    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
-    run = order(map(json.dumps, (step(n) for n in range(1, 5001))), "long")
-    # Of this thread alone: other programs on the machine take no part of it.
-    began = time.thread_time()
-    text = page(run)
-    assert time.thread_time() - began < 10
-    assert len(text) < 1_000_000
-    assert "200 of 5,000 steps as a table" in text or "201 of 5,000 steps as a table" in text
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (2.6, 5.6, [2, 3, 4, 5, 6]), (0, 4e-5, [0, 1e-5, 2e-5, 3e-5, 4e-5])],
-)
-def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
-    assert nice_ticks(low, high, 5) == pytest.approx(ticks)
-
-
-def test_limits_and_marks_are_drawn_where_they_help() -> None:
-    series = [Series(name="a", points=[(1, 1.0), (9, 2.0)])]
-    lines = {"limits": [(4.0, "near"), (400.0, "far")], "marks": [(5, "here")]}
-    chart = Chart(key="k", title="T", x_label="x", y_label="y", series=series, **lines)
-    drawn = svg(chart)
-    assert ">near<" in drawn and ">far<" not in drawn
-    assert drawn.count('class="limit"') == drawn.count('class="mark"') == 1
-
-
 ODD = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(EVIL) | st.just("auto"),
     lambda inner: (
@@ -302,6 +279,29 @@ def test_no_events_break_the_page(events: list[Any]) -> None:
     assert len(tree.all("h1")) == 1
 
 
+COMPARED_NAMES = sorted({*compared(), *compared()["settings"], *compared()["rows"][0], "seconds", "peak_bytes"})
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(st.tuples(st.sampled_from(COMPARED_NAMES), ODD).map(lambda parts: spoiled(compared(), *parts)))
+@example({"rows": [{"context": 2**60}, {"context": 8, "oomb": {"peak_bytes": -1, "seconds": 1e300}}, None, []]})
+@example(spoiled(compared(), "grad_difference", math.nan))
+def test_no_comparison_breaks_the_page(comparison: dict[str, Any]) -> None:
+    run = order(map(json.dumps, [start(), step(1)]), "run")
+    run.comparison = json.loads(json.dumps(comparison))
+    tree = Tree(page(run).encode("utf-8", "replace").decode())
+    assert not tree.all("script") and not tree.all("img")
+    for path in tree.all("path"):
+        assert all(0 <= x <= 480 and -1 <= y <= 290 for x, y in points(path["d"]))
+
+
+def test_a_comparison_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [start(), step(1)])
+    for content in (b"", b"[1]", b"{", b"\xff\xfe", b'{"rows": []}'):
+        (folder / "comparison.json").write_bytes(content)
+        assert COMPARED not in write_report(folder).read_text()
+
+
 def test_oomb_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bare = [event for event in whole_run() if event["event"] not in ("eval", "sample")]
@@ -315,7 +315,7 @@ def test_oomb_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("report", "run", "--before", "before.json", "--after", "after.json", "--output", "site/a.html")
     assert result.exit_code == 0, result.output
     tree = Tree(Path("site/a.html").read_text())
-    assert [h["text"] for h in tree.all("h2")] == SECTIONS
+    assert [h["text"] for h in tree.all("h2")] == [name for name in SECTIONS if name != COMPARED]
     assert set(tree.paths("positions")) == {"before training", "after training"}
     assert [sample["text"] for sample in tree.all("pre")] == ["So it was before", "So it was after"]
 
@@ -480,21 +480,3 @@ def test_the_browser_would_complain(report: str, tmp_path: Path) -> None:
     dom, console = browse(tmp_path / "evil.html", tmp_path / "profile", "--dump-dom", "--virtual-time-budget=3000")
     assert "Content Security Policy" in console
     assert "<title>my run" in dom
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        (2e-4, "2e-4"),
-        (1.5e-4, "1.5e-4"),
-        (-1e-7, "-1e-7"),
-        (1e-3, "0.001"),
-        (1234.5, "1,234"),
-        (2.5e7, "2.5e7"),
-    ],
-)
-def test_numbers_are_short_enough_for_an_axis(value: float, text: str) -> None:
-    assert plain(value) == text

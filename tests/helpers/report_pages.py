@@ -82,6 +82,19 @@ def whole_run() -> list[dict[str, Any]]:
     return [*first, *second, {"event": "end", "stopped": False, "steps": 30, "wall_s": 400.0}]
 
 
+def compared() -> dict[str, Any]:
+    """What `oomb demo` writes; standard training did not fit at the longest context."""
+    rows = []
+    for i, context in enumerate((2048, 4096, 8192, 16384)):
+        oomb = {"seconds": 0.6 * 3**i, "peak_bytes": (36 + 10 * i) << 20, "loss": 5.7, "problem": None}
+        standard = {"seconds": 2.0 * 3**i, "peak_bytes": 52 * 2**i << 20, "loss": 5.7, "problem": None}
+        rows.append({"context": context, "standard": standard, "oomb": oomb, "grad_difference": (i + 1) * 1e-7})
+    failed = {"seconds": None, "peak_bytes": None, "loss": None, "problem": "skipped: needs about 0.41 GiB"}
+    rows[-1] |= {"standard": failed, "grad_difference": None}
+    settings = {"chunk_size": 1024, "dtype": "float32", "device": "cpu", "tolerance": 1e-3}
+    return {"model": "runs/demo/model", "settings": settings, "machine": {"cpu": "a CPU"}, "rows": rows}
+
+
 def write_run(folder: Path, events: list[Any], tail: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + tail)

@@ -13,6 +13,8 @@ from oomb.models.load import near_paths
 from oomb.utils.units import GIB, parse_bytes
 
 METRICS = "metrics.jsonl"
+COMPARISON = "comparison.json"
+"""Written by `oomb demo`."""
 OPENING = '{"event": '
 """How every line begins."""
 
@@ -31,6 +33,8 @@ class Run:
     ends: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    comparison: dict[str, Any] = field(default_factory=dict)
+    """Steps of standard training and oomb, as `oomb demo` measured them."""
     unread: list[int] = field(default_factory=list)
     """Numbers of the lines that could not be read."""
     is_ended: bool = False
@@ -134,7 +138,17 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(f"{folder} {where}; name the output_dir of a run of oomb train")
     # A killed run may end in the middle of a character.
     lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    return order(lines, folder.resolve().name)
+    run = order(lines, folder.resolve().name)
+    run.comparison = _read_comparison(folder / COMPARISON)
+    return run
+
+
+def _read_comparison(path: Path) -> dict[str, Any]:
+    """Return an empty dictionary if there is no file, or none that can be read."""
+    try:
+        return _parse(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError):
+        return {}
 
 
 def read_eval(path: str | Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from oomb.cli.report.chart import Chart, plain, svg
 from oomb.cli.report.charts import WHEN, needle_cells, needle_chart, position_buckets, position_chart
+from oomb.cli.report.comparison import COLUMNS, conclusions, memory_meaning, read_rows, table_rows
+from oomb.cli.report.comparison import charts as comparison_charts
 from oomb.cli.report.events import Run, dictionary, number
 from oomb.utils.units import gib, short_tokens
 
@@ -62,6 +64,16 @@ def table(head: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]], *, cap
     thead = f"<thead><tr>{columns}</tr></thead>" if columns else ""
     label = f' class="{kind}"' if kind else ""
     return f'<div class="wide"><table{label}>{top}{thead}<tbody>{body}</tbody></table></div>'
+
+
+def compared(run: Run) -> str:
+    """The table and charts of `oomb demo`."""
+    rows = read_rows(run.comparison)
+    if not rows:
+        return ""
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in conclusions(run.comparison))
+    body = table(COLUMNS, ((head, cells) for head, *cells in table_rows(rows)), caption=memory_meaning(run.comparison))
+    return f'{sentences}<div class="card spaced">{body}</div>{charts(comparison_charts(rows))}'
 
 
 def tiers(run: Run) -> str:

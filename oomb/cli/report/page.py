@@ -8,7 +8,7 @@ from pathlib import Path
 from oomb import __version__
 from oomb.cli.report.charts import WHEN, training_charts
 from oomb.cli.report.events import METRICS, Run, dictionary, number, read_eval, read_run
-from oomb.cli.report.html import charts, evaluation, samples, settings, steps, tiers
+from oomb.cli.report.html import charts, compared, evaluation, samples, settings, steps, tiers
 from oomb.cli.report.style import STYLE
 from oomb.utils import files
 from oomb.utils.units import gib, seconds
@@ -54,6 +54,7 @@ def page(run: Run) -> str:
     model, dataset = (str(run.settings.get(key, "?")) for key in ("model_name_or_path", "dataset"))
     sections = [
         _section("Training", charts(training_charts(run))),
+        _section("Compared with standard training", compared(run)),
         _section("Memory of each tier", tiers(run)),
         _section("Evaluation", evaluation(run)),
         _section("Text before and after", samples(run)),

@@ -38,6 +38,7 @@ figure { margin: 0; padding: 14px 14px 8px; display: flex; flex-direction: colum
 figure svg { margin-top: auto; }
 td small { display: block; color: var(--soft); }
 .card { padding: 14px; }
+.spaced { margin-bottom: 16px; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 14px; fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg text.name { fill: var(--ink); }

@@ -1,0 +1,144 @@
+"""Show the comparison with standard training that `oomb demo` measured: the table, two charts, the conclusions.
+
+The input is the content of `comparison.json` (`oomb.eval.comparison`). Missing or malformed values leave out their row
+or cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from oomb.cli.report.chart import Chart, Series
+from oomb.cli.report.events import dictionary, number
+from oomb.utils.units import GIB, seconds, short_tokens
+
+UNITS = {"MiB": 1 << 20, "GiB": GIB}
+MODES = {"standard": "standard training", "oomb": "oomb"}
+COLUMNS = ("context", "standard: time", "oomb: time", "standard: memory", "oomb: memory", "gradient difference")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step; `problem` says why there are no numbers."""
+
+    seconds: float | None
+    num_bytes: float | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Both modes at one context."""
+
+    context: int
+    steps: dict[str, Step]
+    grad_difference: float | None
+
+
+def read_rows(comparison: dict[str, Any]) -> list[Row]:
+    """Return the valid rows, by context."""
+    found = comparison.get("rows")
+    rows = []
+    for row in found if isinstance(found, list) else []:
+        context = number(row.get("context")) if isinstance(row, dict) else None
+        if context is not None and 1 <= context < 2**53:
+            steps = {mode: _step(dictionary(row.get(mode))) for mode in MODES}
+            rows.append(Row(int(context), steps, number(row.get("grad_difference"), finite=False)))
+    return sorted(rows, key=lambda row: row.context)
+
+
+def table_rows(rows: list[Row]) -> list[tuple[str, ...]]:
+    """Return the cells of each row, in the order of COLUMNS. A problem stands where the time would be."""
+    unit = _unit(rows)
+    found = []
+    for row in rows:
+        steps = row.steps.values()
+        times = [step.problem or ("" if step.seconds is None else seconds(step.seconds)) for step in steps]
+        sizes = ["" if step.num_bytes is None else _size(step.num_bytes, unit) for step in steps]
+        difference = "" if row.grad_difference is None else f"{row.grad_difference:.1e}"
+        found.append((f"{row.context:,}", *times, *sizes, difference))
+    return found
+
+
+def charts(rows: list[Row]) -> list[Chart]:
+    """Return memory and time against context, each if it has points."""
+    unit = _unit(rows)
+    memory = "What one training step adds to the memory in use before it."
+    time = "One training step, forward and backward."
+    found = [
+        _chart("memory", unit, memory, rows, lambda s: None if s.num_bytes is None else s.num_bytes / UNITS[unit]),
+        _chart("time", "seconds", time, rows, lambda s: s.seconds),
+    ]
+    return [chart for chart in found if not chart.is_empty]
+
+
+def conclusions(comparison: dict[str, Any]) -> list[str]:
+    """Return what the table shows at its longest context, in sentences: the memory, then the gradients."""
+    rows, sentences = read_rows(comparison), []
+    for row in reversed(rows):
+        standard, oomb = (row.steps[mode].num_bytes for mode in MODES)
+        if standard is not None and oomb is not None and min(standard, oomb) > 0:
+            ratio = standard / oomb
+            unit = _unit(rows)
+            sentences.append(
+                f"At {row.context:,} tokens a step adds {_size(standard, unit)} of memory with standard training and "
+                f"{_size(oomb, unit)} with oomb: {f'{ratio:.1f}x less' if ratio >= 1 else f'{1 / ratio:.1f}x more'}."
+            )
+            break
+    for row in reversed(rows):
+        if row.grad_difference is not None:
+            tolerance = number(dictionary(comparison.get("settings")).get("tolerance")) or 0.0
+            is_right = row.grad_difference <= tolerance
+            meaning = "the same up to float32 rounding" if is_right else "WRONG, do not trust them"
+            sentences.append(
+                f"The gradients differ by {row.grad_difference:.1e} at {row.context:,} tokens (relative error over all "
+                f"parameters): {meaning}."
+            )
+            break
+    return sentences
+
+
+def memory_meaning(comparison: dict[str, Any]) -> str:
+    """Return what the memory columns mean on the device of the comparison."""
+    on_gpu = str(dictionary(comparison.get("settings")).get("device")).startswith("cuda")
+    what = "peak GPU memory" if on_gpu else "the process's peak memory (RSS)"
+    return f"memory: {what} during the step, minus what was in use before it (PyTorch, model)"
+
+
+def _unit(rows: list[Row]) -> str:
+    """Return one unit for all sizes, so that they can be compared at a glance."""
+    most = max((step.num_bytes or 0 for row in rows for step in row.steps.values()), default=0)
+    return "GiB" if most >= GIB else "MiB"
+
+
+def _size(num_bytes: float, unit: str) -> str:
+    return f"{num_bytes / UNITS[unit]:,.{2 if unit == 'GiB' else 1}f} {unit}"
+
+
+def _step(values: dict[str, Any]) -> Step:
+    problem = values.get("problem")
+    return Step(
+        seconds=number(values.get("seconds")),
+        num_bytes=number(values.get("peak_bytes")),
+        problem=problem if isinstance(problem, str) else None,
+    )
+
+
+def _chart(key: str, unit: str, about: str, rows: list[Row], value: Callable[[Step], float | None]) -> Chart:
+    series = []
+    for color, (mode, name) in zip((2, 1), MODES.items()):
+        points = [(float(row.context), y) for row in rows if (y := value(row.steps[mode])) is not None]
+        series.append(Series(name=name, points=points, color=color))
+    return Chart(
+        key=f"compared-{key}",
+        title=f"{key.capitalize()} by context",
+        x_label="tokens",
+        y_label=unit,
+        series=series,
+        about=about,
+        format_x=short_tokens,
+        log_x=True,
+        from_zero=True,
+    )
