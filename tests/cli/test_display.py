@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import time
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -17,12 +18,14 @@ from terminal import Terminal
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import oomb
-from oomb.cli.train import display as display_module
 from oomb.cli.train import panel
 from oomb.cli.train.clock import Clock
-from oomb.cli.train.display import RunInfo, TrainingDisplay
+from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.panel import PanelState, lines_of, sparkline
-from oomb.cli.train.signals import StopRequested
+from oomb.cli.train.recorder import StepRecorder
+from oomb.cli.train.signals import SignalHandler, StopRequested
+from oomb.cli.train.state import RunInfo, RunState
+from oomb.cli.train.summary import results_table
 from oomb.models import load
 from oomb.planner.hardware import peak_flops
 from oomb.utils.metrics import JsonLines, MemoryMeter
@@ -105,7 +108,7 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
     above = shown[: shown.index(training[0])]
     # A line that goes on below begins there with a space.
     assert [line.split(":")[0] for line in above if not line.startswith(" ")] == [
-        "demo", "text.txt", "3 steps of 1 window, learning rate 0.004, chunks of 64 tokens",
+        "demo", "text.txt", "3 steps of 1 example, learning rate 0.004, chunks of 64 tokens",
         "a checkpoint every 30 minutes; the newest 2 are kept", "K, V and their gradients, attention outputs",
         "held-out loss before training",
     ]  # fmt: skip
@@ -117,7 +120,7 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
     assert terminal.report() == {"exit": 0}
     text = terminal.text()
     assert not set("╭╮╰╯━▁█") & set(text), text
-    assert "│ steps         │ 3 " in text and ("Next:" if not flags else "The adapters belong to") in text
+    assert "│ steps         │ 3 " in text and ("Next:" if not flags else "These adapters are of no use") in text
     assert not terminal.screen.cursor.hidden
 
 
@@ -148,7 +151,7 @@ def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
     terminal.go_on()
     assert terminal.report() == {"exit": 130}
     text = terminal.text()
-    assert "stopped after step 2 of 3; the model as of then is in out/model" in text
+    assert "stopped after step 2 of 3; the model after that step is in out/model" in text
     assert "oomb train out/config.yaml --resume_from_checkpoint" in text
     assert "╭" not in text and not terminal.screen.cursor.hidden
 
@@ -186,7 +189,7 @@ def test_the_little_curve() -> None:
 @pytest.mark.timing
 def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def chunk(seconds: float, phase: str, done: int) -> None:
         now[0] += seconds
@@ -194,18 +197,18 @@ def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPa
 
     clock = Clock()
     clock.begin(1)
-    assert clock.left_s() is None and clock.pace_s() is None
+    assert clock.left_s() is None and clock.mean_step_s() is None
     chunk(10.0, "fill", 1)
     # By rule of thumb an eighth of the step.
     assert clock.left_s() == pytest.approx(70.0)
-    assert clock.pace_s() == pytest.approx(80.0)
+    assert clock.mean_step_s() == pytest.approx(80.0)
     now[0] += 5
     assert clock.left_s() == pytest.approx(65.0)
     chunk(5.0, "fill", 2)
     chunk(20.0, "gradient", 1)
     chunk(10.0, "gradient", 2)
-    assert clock.step_done() == pytest.approx(50.0)
-    assert clock.left_s() is None and clock.pace_s() == pytest.approx(50.0)
+    clock.step_done(50.0)
+    assert clock.left_s() is None and clock.mean_step_s() == pytest.approx(50.0)
     # Now it is known: the first chunk is a fifth. This step is half as fast again.
     clock.begin(1)
     assert clock.left_s() == pytest.approx(50.0)
@@ -217,15 +220,15 @@ def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPa
     chunk(4.0, "fill", 1)
     assert clock.done == pytest.approx(0.25)
     assert clock.left_s() == pytest.approx(12.0)
-    assert clock.pace_s() == pytest.approx(50.0)
+    assert clock.mean_step_s() == pytest.approx(50.0)
 
 
 def test_mfu_is_of_the_datasheet() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(989e12)
     assert peak_flops("NVIDIA GeForce RTX 4090") == pytest.approx(165e12)
     assert peak_flops("Some GPU") is None and peak_flops(None) is None
-    facts = RunInfo(title="", tokens_per_step=100, flops_per_step=4e14, peak_flops=1e15)
-    assert facts.mfu(50.0) == pytest.approx(0.2)
+    info = RunInfo(title="", tokens_per_step=100, flops_per_step=4e14, peak_flops=1e15)
+    assert info.mfu(50.0) == pytest.approx(0.2)
     assert RunInfo(title="", tokens_per_step=1).mfu(2.0) is None
 
 
@@ -237,74 +240,106 @@ class Log:
         self.records.append(json.loads(json.dumps(record)))
 
 
+class Observed:
+    """A run's state with everything that observes it, called as the trainer calls its callbacks."""
+
+    def __init__(self, engine: oomb.Engine, info: RunInfo, trainer_state: TrainerState) -> None:
+        self.screen, self.log, self.state = StringIO(), Log(), RunState()
+        console, self.meter = Console(file=self.screen, width=200), MemoryMeter(torch.device("cpu"))
+        self.recorder = StepRecorder(self.state, self.log, self.meter, engine, info)  # type: ignore[arg-type]
+        self.display = TrainingDisplay(console, self.state, self.meter, engine, info)
+        self.arguments = TrainingArguments(output_dir="unused", use_cpu=True), trainer_state, TrainerControl()
+
+    def call(self, event: str, **details: Any) -> None:
+        for callback in (self.recorder, self.display):
+            getattr(callback, event)(*self.arguments, **details)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.screen.getvalue().splitlines()
+
+
 @pytest.mark.timing
-def test_plain_lines_speak_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, screen, log = [0.0], StringIO(), Log()
-    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
+def test_plain_output_reports_within_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     engine = oomb.Engine(load.load_model("demo", device="cpu").train())
-    facts = RunInfo(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
-    console = Console(file=screen, width=200)
-    display = TrainingDisplay(console, log, MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
-    given = TrainingArguments(output_dir="unused", use_cpu=True), TrainerState(max_steps=2), TrainerControl()
-    display.on_train_begin(*given)
-    display.on_step_begin(*given)
+    info = RunInfo(title="", tokens_per_step=1000, flops_per_step=1e15, peak_flops=1e14)
+    trainer_state = TrainerState(max_steps=2)
+    run = Observed(engine, info, trainer_state)
+    run.call("on_train_begin")
+    run.call("on_step_begin")
     for done in (1, 2):
         now[0] += 20
-        display.chunk_done("fill", done, 2)
+        run.display.chunk_done("fill", done, 2)
     now[0] += 60
-    display.chunk_done("gradient", 1, 2)
+    run.display.chunk_done("gradient", 1, 2)
     now[0] += 60
-    display.chunk_done("gradient", 2, 2)
-    given[1].global_step = 1
-    display.on_step_end(*given)
+    run.display.chunk_done("gradient", 2, 2)
+    trainer_state.global_step = 1
+    run.call("on_step_end")
     logs = {"loss": 1.25, "grad_norm": 0.5, "learning_rate": 1e-4}
-    display.on_log(*given, logs=logs)
-    lines = screen.getvalue().splitlines()
-    assert lines[0] == "step 1/2  fill pass, chunk 2/2, 25%, 2 m 00 s left"
-    assert lines[1] == "step 1/2  gradient pass, chunk 1/2, 62%, 1 m 00 s left"
+    run.call("on_log", logs=logs)
+    assert run.lines[0] == "step 1/2  fill pass, chunk 2/2, 25%, 2 m 00 s left"
+    assert run.lines[1] == "step 1/2  gradient pass, chunk 1/2, 62%, 1 m 00 s left"
     assert re.fullmatch(
-        r"step 1/2  loss 1\.2500  6 tok/s  MFU 6\.2%  RSS peak [\d.]+ GiB  2 m 40 s  2 m 40 s left", lines[-1]
+        r"step 1/2  loss 1\.2500  6 tok/s  MFU 6\.2%  RSS peak [\d.]+ GiB  2 m 40 s  2 m 40 s left", run.lines[-1]
     )
-    assert log.records[0] | {"event": "step", "loss": 1.25, "step_s": 160.0, "mfu": 0.0625} == log.records[0]
-    # Trackers get speed too.
+    records = run.log.records
+    assert records[0] | {"event": "step", "loss": 1.25, "step_s": 160.0, "mfu": 0.0625} == records[0]
+    # Trackers get the speed too.
     assert logs["tokens_per_second"] == pytest.approx(6.2, abs=0.1) and logs["mfu"] == 0.0625
 
-    # An evaluation between two steps is called by its name.
+    # An evaluation between two steps goes by its name.
     engine.model.lm.eval()
     now[0] += 60
-    display.chunk_done("fill", 1, 2)
-    assert screen.getvalue().splitlines()[-1].startswith("held-out loss  chunk 1/2, 50%")
-    display.on_evaluate(*given, metrics={"eval_loss": 1.5})
-    assert log.records[-1] == {"event": "held_out", "step": 1, "loss": 1.5}
+    run.display.chunk_done("fill", 1, 2)
+    assert run.lines[-1].startswith("held-out loss  chunk 1/2, 50%")
+    run.call("on_evaluate", metrics={"eval_loss": 1.5})
+    assert records[-1] == {"event": "held_out", "step": 1, "loss": 1.5}
+    assert run.state.held_out == {1: 1.5}
     engine.model.lm.train()
-    display.on_step_begin(*given)
+    run.call("on_step_begin")
     now[0] += 60
-    display.chunk_done("fill", 1, 2)
-    assert screen.getvalue().splitlines()[-1].startswith("step 2/2  fill pass, chunk 1/2, ")
-    display.interrupts.stop_requested = True
+    run.display.chunk_done("fill", 1, 2)
+    assert run.lines[-1].startswith("step 2/2  fill pass, chunk 1/2, ")
+
+
+def test_a_stop_flag_ends_training_between_two_chunks_or_steps() -> None:
+    engine = oomb.Engine(load.load_model("demo", device="cpu"))
+    run = Observed(engine, RunInfo(title="", tokens_per_step=1), TrainerState(max_steps=2))
+    signals = SignalHandler(run.state, print)
+    signals.check()
+    run.state.stop_requested = True
     with pytest.raises(StopRequested):
-        display.chunk_done("fill", 2, 2)
+        signals.check()
+    run.call("on_step_begin")
+    run.call("on_step_end")
+    assert run.arguments[2].should_training_stop
 
 
 def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
     engine = oomb.Engine(load.load_model("demo", device="cpu"))
-    console = Console(file=StringIO(), width=100)
-    facts = RunInfo(title="", tokens_per_step=100)
-    display = TrainingDisplay(console, Log(), MemoryMeter(torch.device("cpu")), engine, facts)  # type: ignore[arg-type]
-    state = TrainerState(max_steps=20, global_step=10)
-    given = TrainingArguments(output_dir="unused", use_cpu=True), state, TrainerControl()
-    display.on_train_begin(*given)
+    trainer_state, info = TrainerState(max_steps=20, global_step=10), RunInfo(title="", tokens_per_step=100)
+    run = Observed(engine, info, trainer_state)
+    assert not run.state.has_trained
+    run.call("on_train_begin")
     for step in (11, 12):
-        display.on_step_begin(*given)
-        state.global_step = step
-        display.on_step_end(*given)
-    with display.evaluating("held-out loss", 1):
+        run.call("on_step_begin")
+        trainer_state.global_step = step
+        run.call("on_step_end")
+    assert run.state.has_trained and run.state.step == 12
+    with run.display.evaluating("held-out loss", 1):
         pass
+    console = Console(file=StringIO(), width=100)
     with console.capture() as captured:
-        console.print(display.summary("Done", (2.0, None), 5.0, {"model": tmp_path}))
+        places = {"model": tmp_path}
+        console.print(results_table(run.state, info, run.meter, held_out=(2.0, None), wall_s=5.0, places=places))
     assert "2, up to step 12" in captured.get()
     assert "2.0000 → not computed" in captured.get()
     assert "200 (100 a step)" in captured.get()
+    run.state.are_weights_lost = True
+    assert not run.state.has_trained
 
 
 def test_half_a_line_of_a_killed_run_stays_by_itself(tmp_path: Path) -> None:

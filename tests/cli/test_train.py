@@ -23,12 +23,15 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import SchedulerType
 
 from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from oomb.cli.train import model as model_module
 from oomb.cli.train import output_dir, prepare, save, yaml_file
 from oomb.cli.train.command import normalized
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.schema import KNOWN, TYPES, from_yaml
 from oomb.cli.train.settings import SCHEDULES, TrainSettings
 from oomb.cli.train.signals import SignalHandler
+from oomb.cli.train.state import RunState
+from oomb.data.dataset import pad_batch
 from oomb.engine import allocator
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models import adapters, load, presets
@@ -194,11 +197,11 @@ def test_lora_trains_adapters_that_load_and_merge(here: Path, saved_model: Path)
 def test_adapters_of_random_weights_are_not_worth_keeping(here: Path) -> None:
     result = invoke("train", *QUICK, "--use_peft", "--max_steps", "1")
     assert result.exit_code == 0, result.output
-    assert "The adapters belong to random weights that are not saved" in result.output
+    assert "its random weights are not saved" in result.output
 
 
 def test_settings_of_adapters_without_adapters_are_no_secret(here: Path) -> None:
-    said = "--lora_r and --lora_dropout mean nothing without --use_peft: all weights are trained."
+    said = "--lora_r and --lora_dropout have no effect without --use_peft."
     flags = ["--max_steps", "1", "--lora_r", "8", "--lora_dropout", "0.1"]
     result = invoke("train", *QUICK, *flags)
     assert result.exit_code == 0 and said in result.output
@@ -206,7 +209,7 @@ def test_settings_of_adapters_without_adapters_are_no_secret(here: Path) -> None
 
 
 def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_is_there", lambda package: False)
+    monkeypatch.setattr(prepare, "_is_installed", lambda package: False)
     for flags, message in (
         (["--use_peft"], "--use_peft needs peft: pip install peft"),
         (["--report_to", "trackio"], "--report_to trackio needs the package trackio: pip install trackio"),
@@ -214,10 +217,10 @@ def test_missing_packages_are_named(here: Path, monkeypatch: pytest.MonkeyPatch)
         result = invoke("train", *QUICK, *flags)
         assert result.exit_code == 2
         assert message in result.output
-    monkeypatch.setattr(prepare, "_is_there", lambda package: True)
+    monkeypatch.setattr(prepare, "_is_installed", lambda package: True)
     monkeypatch.setattr(adapters, "find_spec", lambda package: None)
     result = invoke("train", *QUICK, "--use_peft", "--load_in_4bit")
-    assert "load_in_4bit needs bitsandbytes, which is not installed (the extra qlora" in result.output
+    assert "load_in_4bit needs bitsandbytes" in result.output
     monkeypatch.setattr(adapters, "find_spec", lambda package: object())
     assert "--load_in_4bit needs a GPU" in invoke("train", *QUICK, "--use_peft", "--load_in_4bit").output
     assert [path.name for path in here.iterdir()] == ["text.txt"]
@@ -255,7 +258,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
     assert [room > 0 for room in rooms] == [True, False, False]
     group = made[0].param_groups[0]
     assert group["betas"] == (0.8, 0.95) and group["eps"] == 1e-7 and group["weight_decay"] == 0.1
-    assert "AdamW's states on the host" in result.output
+    assert "AdamW states in host memory" in result.output
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,9 @@ def test_what_precision_comes_to(
     flags: dict[str, Any], gpu_gib: int | None, dtype: str, mixed: bool, warned: bool
 ) -> None:
     config = presets.preset_config("qwen2.5-0.5b")
-    precision = prepare.precision_of(TrainSettings(**flags), None if gpu_gib is None else gpu_gib << 30, config)
+    precision = model_module.choose_precision(
+        TrainSettings(**flags), None if gpu_gib is None else gpu_gib << 30, config
+    )
     assert (precision.dtype, precision.mixed, precision.warning is not None) == (dtype, mixed, warned)
 
 
@@ -293,7 +298,7 @@ def test_mixed_precision_keeps_float32_weights(here: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(here / "out" / "model", dtype="auto").dtype == torch.float32
     assert invoke("train", *QUICK, "--overwrite_output_dir", "--dtype", "float32").exit_code == 0
     warned = invoke("train", *QUICK, "--overwrite_output_dir", "--dtype", "bfloat16", "--max_steps", "1")
-    assert "AdamW on bfloat16 weights loses updates" in warned.output
+    assert "AdamW on bfloat16 weights loses small updates" in warned.output
 
 
 def test_epochs_evaluations_logs_and_checkpoints_come_when_they_are_due(here: Path) -> None:
@@ -328,17 +333,17 @@ def test_a_run_can_be_repeated_from_its_own_settings(here: Path) -> None:
 def test_trackers_are_told_of_the_run(here: Path) -> None:
     asked = TrainSettings(report_to="wandb, tensorboard", output_dir="runs/mine", logging_steps=5)
     told = prepare.resolved(asked, Path("runs/mine"), torch.device("cpu"), num_examples=10)
-    arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
+    arguments = prepare.training_arguments(told, torch.device("cpu"), mixed=False)
     assert arguments.report_to == ["wandb", "tensorboard"]
     assert (arguments.run_name, arguments.logging_steps) == ("mine", 5)
     told = prepare.resolved(TrainSettings(run_name="other"), Path("runs/mine"), torch.device("cpu"), num_examples=10)
-    arguments = prepare.arguments_of(told, torch.device("cpu"), mixed=False)
+    arguments = prepare.training_arguments(told, torch.device("cpu"), mixed=False)
     assert (arguments.report_to, arguments.run_name) == ([], "other")
 
 
 def test_examples_of_different_lengths_make_a_batch() -> None:
     short, long = ({"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (2, 4))
-    batch = prepare.padded([short, long])
+    batch = pad_batch([short, long])
     assert batch["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
     assert batch["labels"].tolist() == [[0, 1, -100, -100], [0, 1, 2, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
@@ -370,7 +375,7 @@ def test_a_stop_within_a_step_is_gone_on_from_exactly(
         patched.setattr(TrainingDisplay, "chunk_done", interrupted)
         stopped = invoke(*run)
     assert stopped.exit_code == code, stopped.output
-    assert "stopped after step 2 of 5; the model as of then is in out/model" in stopped.output
+    assert "stopped after step 2 of 5; the model after that step is in out/model" in stopped.output
     assert [path.name for path in (here / "out").glob("checkpoint-*")] == ["checkpoint-2"]
     [command] = re.findall(r"^  .*\boomb (train .*)$", stopped.output, re.MULTILINE)
     assert command == "train out/config.yaml --resume_from_checkpoint"
@@ -440,11 +445,12 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
 @pytest.mark.timing
 def test_signals_one_by_one() -> None:
     said: list[str] = []
-    interrupts = SignalHandler(said.append)
+    state = RunState()
+    interrupts = SignalHandler(state, said.append)
     with interrupts:
         interrupts.stop("stopping")
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.stop_requested and said == ["stopping"]
+        assert state.stop_requested and said == ["stopping"]
         interrupts.protect("saving")
         signal.raise_signal(signal.SIGINT)
         assert said == ["stopping", "saving"]

@@ -32,6 +32,7 @@ from oomb.cli.train import save as save_module
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.save_timer import SaveTimer
 from oomb.cli.train.signals import SafeStream, SignalHandler
+from oomb.cli.train.state import RunState
 from oomb.models import load
 from oomb.trainers import checkpoints
 from oomb.utils import files
@@ -200,7 +201,7 @@ def test_a_run_keeps_room_for_its_model(places: Path, monkeypatch: pytest.Monkey
     assert done.exit_code == 0, done.output
     weights = Path("out/model/model.safetensors").stat().st_size
     assert len(asked) == 2
-    assert all(weights - 100_000 < kept - save_module.BESIDE_BYTES <= weights for kept in asked)
+    assert all(weights - 100_000 < kept - save_module.EXTRA_BYTES <= weights for kept in asked)
 
 
 def test_what_cannot_be_deleted_or_marked_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +322,7 @@ def test_an_error_of_the_system_while_training_loses_no_step(places: Path, monke
     done = invoke("train", *TOY)
     assert done.exit_code == errors.EXIT_NOT_AS_ASKED, done.output
     assert "error: [Errno 28] No space left on device" in done.output
-    assert "stopped after step 2 of 3; the model as of then is in out/model" in done.output
+    assert "stopped after step 2 of 3; the model after that step is in out/model" in done.output
     checkpoints.check(Path("out/checkpoint-2"))
     monkeypatch.undo()
     monkeypatch.chdir(places / "work")
@@ -393,17 +394,19 @@ def hangup_by_default() -> Iterator[None]:
 @pytest.mark.usefixtures("hangup_by_default")
 def test_a_lost_connection_is_a_request_to_stop() -> None:
     said: list[str] = []
-    with SignalHandler(said.append) as interrupts:
+    state = RunState()
+    with SignalHandler(state, said.append) as interrupts:
         interrupts.stop("stopping")
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
-        assert interrupts.stop_requested and interrupts.terminated
+        assert state.stop_requested and state.terminated
         assert said == ["SIGHUP: stopping at the next chunk"]
         # The first one tells.
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.exit_code == EXIT_HUNG_UP == 129
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-    with SignalHandler(said.append) as interrupts:
+    state = RunState()
+    with SignalHandler(state, said.append) as interrupts:
         interrupts.protect("saving")
         interrupts.release()
         with pytest.raises(KeyboardInterrupt):
@@ -411,9 +414,10 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.exit_code == EXIT_TERMINATED
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with SignalHandler(said.append) as interrupts:
+    state = RunState()
+    with SignalHandler(state, said.append) as interrupts:
         signal.raise_signal(signal.SIGHUP)
-        assert not interrupts.terminated
+        assert not state.terminated
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 

@@ -16,6 +16,7 @@ from trainings import CHUNKED, Samples, arguments, tiny_model
 
 import oomb
 from oomb.cli.train import output_dir, save_timer
+from oomb.cli.train.describe import when_saved
 from oomb.cli.train.save_timer import SaveTimer
 from oomb.cli.train.settings import TrainSettings
 from oomb.trainers import checkpoints
@@ -123,13 +124,11 @@ def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
         ({"save_steps": 5}, "a checkpoint every 5 steps and every 30 minutes; the newest 2 of the latter are kept"),
         ({"save_steps": 5, "save_total_limit": 3}, "every 5 steps and every 30 minutes; the newest 3 are kept"),
         ({"save_minutes": 0, "save_steps": 5}, "a checkpoint every 5 steps"),
-        ({"save_minutes": 0}, "no checkpoints, by --save_minutes 0"),
+        ({"save_minutes": 0}, "no checkpoints (--save_minutes 0)"),
     ],
 )
 def test_when_it_saves_is_told(flags: dict[str, Any], said: str) -> None:
-    from oomb.cli.train.run import _when_saved
-
-    assert _when_saved(TrainSettings(**flags)).endswith(said)
+    assert when_saved(TrainSettings(**flags)).endswith(said)
 
 
 @pytest.mark.timing
@@ -150,13 +149,13 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
         patched.setattr(save_timer, "monotonic", monotonic)
         first = invoke(*job, "--save_minutes", "10")
     assert first.exit_code == 0, first.output
-    assert "no checkpoint in out: starting at the first step" in first.output
+    assert "no checkpoint in out: starting from scratch" in first.output
     assert "a checkpoint every 10 minutes; the newest 2 are kept" in first.output
     assert told_steps(here / "out") == [1, 2, 3, 4]
     assert steps("out") == [2, 3]
     second = invoke(*job)
     assert second.exit_code == 0, second.output
-    assert "going on from out/checkpoint-3" in second.output
+    assert "resuming from out/checkpoint-3" in second.output
     assert told_steps(here / "out") == [1, 2, 3, 4, 4]
     # What is trained and cannot be gone on from is not lost to it.
     for folder in checkpoints.find("out"):

@@ -21,9 +21,8 @@ import torch
 from command import invoke
 
 from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from oomb.cli.train import describe, prepare
 from oomb.cli.train import output_dir as output_dir_module
-from oomb.cli.train import prepare
-from oomb.cli.train import run as run_module
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.settings import TrainSettings
 from oomb.data.dataset import load
@@ -36,7 +35,7 @@ TOY = [
     "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--max_steps", "2", "--device", "cpu",
     "--sample_tokens", "0", "--no_report", "--output_dir", "out",
 ]  # fmt: skip
-OVERWRITTEN = "overwriting what a start that was broken off before its first step left in out"
+OVERWRITTEN = "overwriting out: the run in it ended before its first step"
 
 
 @pytest.fixture
@@ -77,8 +76,8 @@ def fail() -> None:
 @pytest.mark.parametrize(
     ("happens", "code", "said"),
     [
-        (terminate, EXIT_TERMINATED, "stopped after step 0 of 2; nothing was saved; the same command starts anew"),
-        (ctrl_c_twice, EXIT_INTERRUPTED, "ended by Ctrl-C; nothing was saved; the same command starts anew"),
+        (terminate, EXIT_TERMINATED, "stopped after step 0 of 2; nothing was saved; the same command starts again"),
+        (ctrl_c_twice, EXIT_INTERRUPTED, "ended by Ctrl-C; nothing was saved; the same command starts again"),
         (fail, 2, "the GPU has fallen off the bus"),
     ],
 )
@@ -242,40 +241,40 @@ def test_a_run_that_is_refused_leaves_no_folder(here: Path) -> None:
 @pytest.mark.parametrize(
     ("num_documents", "flags", "said"),
     [
-        (1, {}, "19 windows of 100 tokens to train on, each read once; 1 window held out"),
+        (1, {}, "19 examples of 100 tokens, each read once; 1 held out"),
         (
             1,
             {"max_steps": 3},
-            "19 windows of 100 tokens to train on, of which 3 steps read the first 3, once; 1 window",
+            "19 examples of 100 tokens, the first 3 read once; 1 held out",
         ),
-        (1, {"max_steps": 57}, "19 windows of 100 tokens to train on, each read 3.0 times; 1 window held out"),
-        (1, {"num_train_epochs": 2.0}, "19 windows of 100 tokens to train on, each read 2.0 times; 1 window held out"),
-        (1, {"num_train_epochs": 0.5}, "19 windows of 100 tokens to train on, of which 10 steps read the first 10, on"),
-        (9, {}, "179 windows of 100 tokens to train on, each read once; 1 window held out"),
+        (1, {"max_steps": 57}, "19 examples of 100 tokens, each read 3.0 times; 1 held out"),
+        (1, {"num_train_epochs": 2.0}, "19 examples of 100 tokens, each read 2.0 times; 1 held out"),
+        (1, {"num_train_epochs": 0.5}, "19 examples of 100 tokens, the first 10 read once"),
+        (9, {}, "179 examples of 100 tokens, each read once; 1 held out"),
         (
             9,
             {"max_steps": 3},
-            "at least 19 windows of 100 tokens to train on, of which 3 steps read the first 3, once;",
+            "at least 19 examples of 100 tokens, the first 3 read once;",
         ),
         (
             1,
             {"max_eval_samples": 0},
-            "20 windows of 100 tokens to train on, each read once; none held out, by --max_ev",
+            "20 examples of 100 tokens, each read once; none held out (--max_ev",
         ),
         (
             1,
             {"max_eval_samples": 9},
-            "each read once; 4 windows held out of --max_eval_samples 9: a fifth of the data ",
+            "each read once; 4 held out (--max_eval_samples 9, but at most a fifth ",
         ),
         (
             1,
             {"max_length": 2000},
-            "1 window of 2,000 tokens to train on, each read once; none held out: the data is a ",
+            "1 example of 2,000 tokens, each read once; none held out: the data is a ",
         ),
         (
             9,
             {"packing": "documents", "max_length": 4000},
-            "8 examples (from 9 documents, long ones in pieces), the longest of 2,000 tokens, to train on, each",
+            "8 examples from 9 documents, up to 2,000 tokens long, each",
         ),
     ],
 )
@@ -288,9 +287,8 @@ def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, A
     split = prepare.load_examples(settings, None, 264, cpu)
     steps = prepare.resolved(settings, Path("out"), cpu, split.num_examples).max_steps
     assert steps is not None
-    thing = "window" if split.packing == "windows" else "example"
-    told = run_module._what_is_read(settings, split, steps, thing)
-    assert said in f"{told}; {run_module._held_out(settings, split, thing)}"
+    text = f"{describe.what_is_read(settings, split, steps)}; {describe.what_is_held_out(settings, split)}"
+    assert said in text
 
 
 def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,9 +301,9 @@ def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest
     flags = [*TOY, "--dataset", "texts", "--max_steps", "8", "--overwrite_output_dir"]
     for packing, length, said in (
         # 19 to 99 bytes, and an end each.
-        ("documents", 256, "the longest of 100 tokens"),
-        ("documents", 64, "the longest of 64 tokens"),
-        ("windows", 64, "windows of 64 tokens"),
+        ("documents", 256, "up to 100 tokens long"),
+        ("documents", 64, "up to 64 tokens long"),
+        ("windows", 64, "examples of 64 tokens"),
     ):
         done = invoke("train", *flags, "--packing", packing, "--max_length", str(length))
         assert done.exit_code == 0, done.output
@@ -326,15 +324,15 @@ def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> No
 def test_it_is_told_in_the_run(here: Path) -> None:
     result = invoke("train", *TOY, "--max_steps", "1", "--max_eval_samples", "0")
     assert result.exit_code == 0, result.output
-    num_windows = (len(Path("text.txt").read_bytes()) + 1) // 256
-    assert f"{num_windows} windows of 256 tokens to train on, of which 1 step read the first 1, once; " in result.output
-    assert "none held out, by --max_eval_samples 0" in result.output
-    assert load("text.txt", max_length=256, num_held_out=0).num_examples == num_windows
+    num_examples = (len(Path("text.txt").read_bytes()) + 1) // 256
+    assert f"{num_examples} examples of 256 tokens, the first 1 read once; " in result.output
+    assert "none held out (--max_eval_samples 0" in result.output
+    assert load("text.txt", max_length=256, num_held_out=0).num_examples == num_examples
 
 
 def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.PRESETS, "some-7b", presets.PRESETS["demo"])
-    said = "is a preset: random weights, and text is read as bytes. For the trained model name its hub id or a folder."
+    said = "is a preset: its weights are random, and text is read as bytes."
     for name in ("some-7b", "Some-7B"):
         done = invoke("train", "--model", name, *TOY, "--max_steps", "1", "--overwrite_output_dir")
         assert done.exit_code == 0, done.output
@@ -343,9 +341,9 @@ def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: py
     # The built-in example is meant as it is, a folder is a model, and a tokenizer reads no bytes.
     Path("Some-7B").mkdir()
     for name in ("demo", "Some-7B", "some/hub-id"):
-        assert prepare.what_a_preset_is(TrainSettings(model_name_or_path=name)) is None
-    told = prepare.what_a_preset_is(TrainSettings(model_name_or_path="some-7b", tokenizer_name="a/b"))
-    assert told is not None and "random weights. For" in told
+        assert describe.preset_note(TrainSettings(model_name_or_path=name)) is None
+    told = describe.preset_note(TrainSettings(model_name_or_path="some-7b", tokenizer_name="a/b"))
+    assert told is not None and "are random. For" in told
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

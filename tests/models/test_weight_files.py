@@ -14,7 +14,7 @@ from command import invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from oomb.cli.train import prepare
+from oomb.cli.train import model as model_module
 from oomb.cli.train.settings import TrainSettings
 from oomb.models import adapters, load, presets, weight_files
 
@@ -82,7 +82,7 @@ def test_damaged_file_is_named(
     monkeypatch.setattr(adapters, "bnb_config", lambda load_in_4bit: None)
     settings = TrainSettings(model_name_or_path=folder, use_peft=True, load_in_4bit=True)
     with pytest.raises(ValueError, match=rf"^{re.escape(name)} {re.escape(problem)}.*download or copy it again"):
-        prepare.load_model(settings, load.load_config(folder), "bfloat16", torch.device("cpu"))
+        model_module.load_model(settings, load.load_config(folder), "bfloat16", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("command", [["train", "--model"], ["eval"], ["verify"]])

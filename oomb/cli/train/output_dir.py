@@ -41,8 +41,8 @@ def output_dir_of(settings: TrainSettings) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def check_unused(settings: TrainSettings, output_dir: Path, *, may_start_anew: bool = False) -> None:
-    """Refuses a folder that holds another run. `may_start_anew`: but for one that has left metrics and nothing to go on
+def check_unused(settings: TrainSettings, output_dir: Path, *, ignore_metrics: bool = False) -> None:
+    """Refuses a folder that holds another run. `ignore_metrics`: but for one that has left metrics and nothing to go on
     from."""
     if settings.overwrite_output_dir or settings.resume_from_checkpoint is not None:
         return
@@ -57,7 +57,7 @@ def check_unused(settings: TrainSettings, output_dir: Path, *, may_start_anew: b
         raise ValueError(f"{output_dir} already holds a trained model; {remedy}")
     if checkpoints.find(output_dir):
         raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
-    if (output_dir / METRICS).exists() and not never_started(output_dir) and not may_start_anew:
+    if (output_dir / METRICS).exists() and not never_started(output_dir) and not ignore_metrics:
         raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
 
 

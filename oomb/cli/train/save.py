@@ -17,8 +17,8 @@ from oomb.cli.train.output_dir import MODEL, newest_checkpoint
 from oomb.trainers.checkpoints import weight_bytes
 from oomb.utils import files
 
-BESIDE_BYTES = 32 << 20
-"""Of a model beside its weights: a tokenizer of a large vocabulary, settings, metrics."""
+EXTRA_BYTES = 32 << 20
+"""Saved with a model besides its weights: a tokenizer of a large vocabulary, settings, metrics."""
 
 
 class ModelNotSaved(ValueError):

@@ -1,5 +1,4 @@
-"""What Ctrl-C, SIGTERM and a lost terminal mean during a run: stop between two chunks and save. Ctrl-C pressed again
-ends at once."""
+"""Handle Ctrl-C, SIGTERM and a lost terminal: stop between two chunks and save; a second Ctrl-C ends at once."""
 
 from __future__ import annotations
 
@@ -13,51 +12,53 @@ from contextlib import suppress
 from typing import Any
 
 from oomb.cli.errors import EXIT_INTERRUPTED
+from oomb.cli.train.state import RunState
 
 SIGHUP = getattr(signal, "SIGHUP", None)
-"""A terminal or a connection that is gone; only Unix knows of it."""
+"""The terminal or the connection is gone. Only Unix has this signal."""
 
 
 class StopRequested(BaseException):
-    """Raised between two chunks after a signal, where weights and optimizer are whole. Like KeyboardInterrupt it is no
-    error, and handlers of errors let it through."""
+    """Raised between two chunks after a signal. Like KeyboardInterrupt it is not an `Exception`, so that handlers of
+    errors let it pass."""
 
 
 class SignalHandler:
-    """Takes the signals while its `with` lasts. At first Ctrl-C ends the program, as ever. SIGHUP stays ignored where
-    it was (nohup). What is printed meanwhile raises no error, be the terminal there or not."""
+    """Context manager that handles signals by setting flags in the run's state.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.stop_requested = False
-        self.terminated = False
-        """SIGTERM or SIGHUP has come: the run ends, whatever was to be skipped."""
-        self._exit_code = EXIT_INTERRUPTED
+    Until `stop` is called, Ctrl-C ends the program as usual. SIGHUP stays ignored if it was (nohup). Inside the `with`,
+    printing raises no error, even if the terminal is gone.
+
+    Args:
+        state: State of the run.
+        print_line: Prints what a signal does.
+    """
+
+    def __init__(self, state: RunState, print_line: Callable[[str], None]) -> None:
+        self.state, self.print_line = state, print_line
+        self.exit_code = EXIT_INTERRUPTED
+        """Exit code of a run that a signal stopped."""
         self._notice: str | None = None
         self._saving: str | None = None
         self._previous: dict[int, Any] = {}
         self._streams: dict[str, tuple[Any, SafeStream]] = {}
 
-    @property
-    def exit_code(self) -> int:
-        return self._exit_code
-
     def check(self) -> None:
-        """Called between two chunks."""
-        if self.stop_requested:
+        """Raise `StopRequested` if a signal asked to stop. Call it between two chunks."""
+        if self.state.stop_requested:
             raise StopRequested
 
     def stop(self, notice: str) -> None:
-        """From here on the first signal says `notice` and stops at the next chunk; Ctrl-C again ends the program."""
+        """From here on, a signal prints `notice` and stops at the next chunk; Ctrl-C again ends the program."""
         self._notice, self._saving = notice, None
-        self.stop_requested = self.terminated
+        self.state.stop_requested = self.state.terminated
 
     def protect(self, notice: str) -> None:
-        """From here on the first Ctrl-C says `notice` and does nothing, the next one ends the program."""
+        """From here on, the first Ctrl-C only prints `notice`; the next one ends the program."""
         self._saving = notice
 
     def release(self) -> None:
-        """From here on Ctrl-C ends the program, as at first."""
+        """From here on, Ctrl-C ends the program as usual."""
         self._notice = self._saving = None
 
     def _on_signal(self, signum: int, frame: Any) -> None:
@@ -67,25 +68,25 @@ class SignalHandler:
             if not self._saving:
                 raise KeyboardInterrupt
             notice, self._saving = self._saving, ""
-            self._say(notice)
-        elif self._notice is None or self.stop_requested:
+            self._print(notice)
+        elif self._notice is None or self.state.stop_requested:
             raise KeyboardInterrupt
         else:
-            self.stop_requested = True
-            self._say(self._notice)
+            self.state.stop_requested = True
+            self._print(self._notice)
 
     def _on_terminate(self, signum: int) -> None:
-        # Those who send it may send it again while we save; they have SIGKILL when they mean it.
-        if not self.terminated:
-            self.terminated = self.stop_requested = True
-            self._exit_code = 128 + signum
+        # Job schedulers may repeat SIGTERM while the run saves; they send SIGKILL when they mean it.
+        if not self.state.terminated:
+            self.state.terminated = self.state.stop_requested = True
+            self.exit_code = 128 + signum
             if self._saving is None:
-                self._say(f"{signal.Signals(signum).name}: stopping at the next chunk")
+                self._print(f"{signal.Signals(signum).name}: stopping at the next chunk")
 
-    def _say(self, line: str) -> None:
-        """The signal may have come in the very middle of printing another line."""
+    def _print(self, line: str) -> None:
+        """Print a line, even if the signal came while another one was being printed."""
         try:
-            self.say(line)
+            self.print_line(line)
         except RuntimeError:
             with suppress(OSError):
                 os.write(2, f"{line}\n".encode())
@@ -106,18 +107,18 @@ class SignalHandler:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
-        for name, (stream, lasting) in self._streams.items():
-            lasting.end()
-            if getattr(sys, name) is lasting:
+        for name, (stream, safe) in self._streams.items():
+            safe.end()
+            if getattr(sys, name) is safe:
                 setattr(sys, name, stream)
         self._streams.clear()
 
 
 class SafeStream:
-    """A stream to print to that raises no error of the system: nothing that is printed is worth a trained model.
+    """Output stream that raises no OSError: no line is worth a trained model.
 
-    Once its terminal or its reader is gone, all that is written is dropped. What finds no room on a disk is dropped as
-    well, and later lines are tried again.
+    Once its terminal or reader is gone, it drops everything. If a disk is full it drops the line, and tries again with
+    the next one.
     """
 
     GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF, errno.ESTALE)
@@ -138,13 +139,13 @@ class SafeStream:
         self._try(self._stream.flush)
 
     def end(self) -> None:
-        """Python writes what is left when it ends, and has an exit code of its own for where it cannot."""
+        """Flush what is left. Otherwise Python does it at exit, and changes the exit code if it cannot."""
         try:
             self._stream.flush()
         except OSError:
             self._drop()
         except ValueError:
-            pass  # closed by somebody else
+            pass  # already closed
 
     def _try(self, call: Callable[..., Any], *given: Any) -> None:
         if self._is_gone:
@@ -157,7 +158,7 @@ class SafeStream:
 
     def _drop(self) -> None:
         self._is_gone = True
-        # Also what waits in its buffer, and what others write there.
+        # This also drops what waits in its buffer and what other code writes to it.
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:
