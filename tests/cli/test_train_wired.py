@@ -68,7 +68,7 @@ def test_needles_samples_and_the_report(here: Path) -> None:
     # A text that cannot hold them is refused before anything is loaded.
     refused = invoke(*run[:-1], "other", "--needle_lengths", "1M")
     assert refused.exit_code == 2
-    assert "a haystack of 1,048,576 tokens needs as much text" in refused.output
+    assert "a haystack of 1,048,576" in refused.output
     assert not (here / "other").exists()
     few = invoke(*run[:-1], "other", "--needle_lengths", "2K", "--needle_candidates", "1")
     assert few.exit_code == 2 and "--needle_candidates is 1; it must be 2 or more" in few.output
