@@ -324,9 +324,9 @@ def main(
     torch.backends.cudnn.allow_tf32 = False
     shape = {"chunk_size": chunk_size, "page_size": page_size}
     try:
-        chosen_rules, chosen_budgets = parse_list(rules, str.strip), parse_list(budgets, int)
+        rule_list, budget_list = parse_list(rules, str.strip), parse_list(budgets, int)
         # Check rules, budgets and sizes before loading the weights.
-        for rule, budget in product(chosen_rules, chosen_budgets):
+        for rule, budget in product(rule_list, budget_list):
             Config.from_dict({**shape, "page_rule": rule, "page_budget": budget})
         if tokens <= chunk_size:
             raise ValueError(f"{tokens} tokens are one chunk of {chunk_size} and have no past: increase --tokens")
@@ -336,10 +336,10 @@ def main(
         raise typer.BadParameter(str(error)) from None
 
     log("loaded weights and texts")
-    rows = measure(network, texts, rules=chosen_rules, budgets=chosen_budgets, summaries=summaries, on_sample=log,
+    rows = measure(network, texts, rules=rule_list, budgets=budget_list, summaries=summaries, on_sample=log,
                    **shape)  # fmt: skip
     answers = asked(rows, tokens)
-    settings = {"tokens": tokens, "samples": samples, "rules": chosen_rules, "budgets": chosen_budgets, **shape,
+    settings = {"tokens": tokens, "samples": samples, "rules": rule_list, "budgets": budget_list, **shape,
                 "summaries": summaries, "fuse": FUSE, "dtype": "float32", "tf32": False,
                 "device": str(network.device)}  # fmt: skip
     record = {

@@ -90,8 +90,8 @@ def main(
     variants: Annotated[str, typer.Option(help=f"all, or a list of {','.join(VARIANTS)}.")] = "all",
     out: Path | None = None,
 ) -> None:
-    chosen = list(VARIANTS) if variants == "all" else variants.split(",")
-    if unknown := [name for name in chosen if name not in VARIANTS]:
+    names = list(VARIANTS) if variants == "all" else variants.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
         raise typer.BadParameter(f"--variants has {', '.join(unknown)}; use some of {', '.join(VARIANTS)}")
     torch.manual_seed(0)
     network = load_model(model, dtype="bfloat16", attn_implementation="sdpa").train()
@@ -104,7 +104,7 @@ def main(
     network.set_attn_implementation("sdpa")
     losses["standard"] = float(StandardStep(network)(ids))
     results = {"standard": errors(take_grads(network), reference)}
-    for name in chosen:
+    for name in names:
         step = EngineStep(Engine(network, Config(chunk_size=chunk_size, **VARIANTS[name])))
         losses[f"oomb {name}"] = float(step(ids))
         results[f"oomb {name}"] = errors(take_grads(network), reference)

@@ -132,10 +132,10 @@ def main(
     console = Console(width=150)
     try:
         lengths = parse_list(contexts, parse_tokens)
-        chosen, where = (parse_list(text, str.strip) for text in (cases, places))
+        case_list, place_list = (parse_list(text, str.strip) for text in (cases, places))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for names, known in ((chosen, CASES), (where, PLACES), ([optimizer], OPTIMIZERS)):
+    for names, known in ((case_list, CASES), (place_list, PLACES), ([optimizer], OPTIMIZERS)):
         if unknown := [name for name in names if name not in known]:
             raise typer.BadParameter(f"unknown {', '.join(unknown)}; use some of {', '.join(known)}")
     path = out or (WHOLE if layers is None else REHEARSAL)
@@ -153,7 +153,7 @@ def main(
         write(path, model, layers, limit, rows)
 
     for lora in (False, True):
-        selected = [case for case in chosen if CASES[case][0] is lora]
+        selected = [case for case in case_list if CASES[case][0] is lora]
         if not selected:
             continue
         # All cases share one model and its compiled layers.
@@ -164,7 +164,7 @@ def main(
             raise typer.BadParameter(str(error)) from None
         compiled: dict[Any, Any] = {}
         for case in selected:
-            for place in where:
+            for place in place_list:
                 for context in lengths:
                     with autocast_for(network):
                         row = check(network, machine, compiled, case, place, context, optimizer, layers, keep)

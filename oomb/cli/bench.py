@@ -73,8 +73,8 @@ def bench(
         chunk_size = settings.pop("chunk_size")
         if repeats < 1:
             raise ValueError(f"--repeats is {repeats}; it must be 1 or more")
-        chosen_modes = parse_list(modes, str.strip)
-        for mode in chosen_modes:
+        mode_list = parse_list(modes, str.strip)
+        for mode in mode_list:
             if mode not in ("oomb", "standard"):
                 raise ValueError(f"--modes has {mode!r}; use oomb, standard or both")
         place = dtypes.resolve_device(loading["device"])
@@ -105,7 +105,7 @@ def bench(
         report = bench_module.run(
             name,
             lengths,
-            modes=chosen_modes,
+            modes=mode_list,
             chunk_size=chunk_size,
             dtype=precision,
             device=str(place),

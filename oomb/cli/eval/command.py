@@ -84,7 +84,7 @@ def eval_(
 
         counts = {name.replace("needle_", "num_"): needles[name] for name in NEEDLES[1:]}
         needle = NeedleSettings(lengths=lengths, seed=reading["seed"], **counts) if lengths else None
-        chosen = EvalSettings(
+        eval_settings = EvalSettings(
             model_name_or_path=model,
             **reading,
             max_eval_samples=max_eval_samples,
@@ -93,7 +93,7 @@ def eval_(
             dtype=dtype,
             engine=settings,
         )
-        run(chosen, Console())
+        run(eval_settings, Console())
 
 
 eval_.command_class = SettingsCommand  # type: ignore[attr-defined]
