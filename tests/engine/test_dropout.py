@@ -1,5 +1,4 @@
-"""Dropout is replayed: the gradient pass differentiates exactly what the fill pass computed, and the user's stream of
-random numbers is left alone."""
+"""Dropout is replayed in the gradient pass, and the user's random number stream is left alone."""
 
 from __future__ import annotations
 
@@ -27,15 +26,12 @@ def seeded_loss(engine: oomb.Engine, ids: Tensor, seed: int = 0) -> Tensor:
 def test_dropout_gradient_is_the_derivative_of_the_loss(
     kind: str, keep_last_chunk: bool, checkpoint_layers: bool
 ) -> None:
-    """Finite differences of what the fill pass computes: the gradient pass must have dropped what the fill pass did.
-
-    One random direction per parameter, so that no parameter's error hides behind another's gradient.
-    """
+    """Compares with finite differences of the fill pass, one random direction per parameter."""
     model = with_dropout(kind)
     engine = engine_for(model, keep_last_chunk=keep_last_chunk, checkpoint_layers=checkpoint_layers)
     ids = random_ids(2, LENGTH)
     loss = seeded_loss(engine, ids)
-    torch.manual_seed(123)  # the gradient pass must not depend on the global state at its time
+    torch.manual_seed(123)  # the gradient pass must not depend on the global state
     loss.backward()
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     step = 1e-5
@@ -56,7 +52,7 @@ def test_dropout_gradient_is_the_derivative_of_the_loss(
 def test_gradient_pass_recomputes_what_the_fill_pass_computed(kind: str) -> None:
     model = with_dropout(kind)
     engine = engine_for(model, keep_last_chunk=False, checkpoint_layers=False)
-    engine.reserve(1, 2)  # the engine looks once at what the layers are, by one token
+    engine.reserve(1, 2)  # the first call sends one token to record layer shapes
     seen: list[Tensor] = []
     last_norm = [m for m in model.modules() if type(m).__name__.endswith("Norm")][-1]
     last_norm.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
@@ -66,7 +62,7 @@ def test_gradient_pass_recomputes_what_the_fill_pass_computed(kind: str) -> None
     loss.backward()
     assert len(filled) == len(seen) == -(-LENGTH // CHUNK)
     assert all(torch.equal(a, b) for a, b in zip(seen, reversed(filled), strict=True))
-    # The draw matters: another one gives another result.
+    # Another seed gives another result.
     with torch.no_grad():
         assert not torch.equal(seeded_loss(engine, random_ids(2, LENGTH), seed=5), loss)
 
@@ -85,14 +81,14 @@ def test_dropout_repeats_with_the_seed(kind: str) -> None:
     with torch.no_grad():
         assert torch.equal(seeded_loss(engine, ids), first)
     assert not torch.equal(seeded_loss(engine, ids, seed=1), first)
-    # Without a new seed the stream goes on: two steps must not drop alike.
+    # Without a new seed two steps drop differently.
     torch.manual_seed(0)
     assert not torch.equal(engine.loss(ids), engine.loss(ids))
 
 
 @pytest.mark.parametrize("kind", DROPOUT_KINDS)
-def test_dropout_of_calls_alive_together(kind: str) -> None:
-    """Two calls on one text, then two backwards in either order: each replays its own dropout."""
+def test_calls_alive_together_replay_their_own_dropout(kind: str) -> None:
+    """Two calls on one text, then two backwards in either order."""
     model = with_dropout(kind)
     engine = engine_for(model)
     ids = random_ids(1, LENGTH)
@@ -104,11 +100,11 @@ def test_dropout_of_calls_alive_together(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "gpt2"])
-def test_dropout_falls_differently_in_every_chunk_and_alike_in_both_passes(kind: str) -> None:
+def test_dropout_differs_between_chunks_and_not_between_passes(kind: str) -> None:
     model = with_dropout(kind)
     engine = engine_for(model, chunk_size=8, keep_last_chunk=False, checkpoint_layers=False)
     dropout = next(m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0)
-    engine.reserve(1, 2)  # the engine looks once at what the layers are, by one token
+    engine.reserve(1, 2)  # the first call sends one token to record layer shapes
     dropped: list[Tensor] = []
     dropout.register_forward_hook(lambda module, args, out: dropped.append((out == 0) & (args[0] != 0)))
     loss = engine.loss(random_ids(1, 32))
@@ -122,7 +118,7 @@ def test_dropout_falls_differently_in_every_chunk_and_alike_in_both_passes(kind:
 
 
 @pytest.mark.parametrize("kind", DROPOUT_KINDS)
-def test_backward_leaves_the_random_stream_alone(kind: str) -> None:
+def test_backward_leaves_the_random_state_alone(kind: str) -> None:
     model = with_dropout(kind)
     engine = engine_for(model)
     loss = seeded_loss(engine, random_ids(2, LENGTH))
@@ -132,8 +128,8 @@ def test_backward_leaves_the_random_stream_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DROPOUT_KINDS)
-def test_random_stream_does_not_depend_on_the_chunk_size(kind: str) -> None:
-    """What the user draws after a step is the same however the step was cut."""
+def test_random_state_does_not_depend_on_the_chunk_size(kind: str) -> None:
+    """Users draw the same numbers after a step, whatever its chunks were."""
     model = with_dropout(kind)
     after = []
     for chunk_size in (7, 1000):

@@ -1,5 +1,5 @@
-"""What the engine's face promises: labels, padding, log-probabilities, accumulation. Whole-sequence autograd on a tiny
-float64 model is the judge throughout."""
+"""The engine's interface: labels, padding, log-probabilities and gradient accumulation, compared with whole-sequence
+autograd on a tiny float64 model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_num_items_divides_the_sum(model: Any, num_items: int | Tensor) -> None:
 
 
 @pytest.mark.parametrize("labels", ["all_ignored", "only_the_first"])
-def test_no_counted_token_is_an_error(model: Any, labels: str) -> None:
+def test_no_counted_token_raises(model: Any, labels: str) -> None:
     ids = random_ids(2, LENGTH)
     masked = torch.full_like(ids, -100)
     if labels == "only_the_first":
@@ -126,7 +126,7 @@ def padded_batch(junk_seed: int = 5) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 16, 1000])
-def test_right_padding_is_each_row_alone(model: Any, chunk_size: int) -> None:
+def test_padded_rows_match_rows_on_their_own(model: Any, chunk_size: int) -> None:
     ids, mask = padded_batch()
 
     def alone(m: Any) -> Tensor:
@@ -139,8 +139,8 @@ def test_right_padding_is_each_row_alone(model: Any, chunk_size: int) -> None:
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
 
 
-def test_padding_holds_nothing_that_matters(model: Any) -> None:
-    """Neither the tokens under the padding nor labels on it change anything."""
+def test_padding_changes_nothing(model: Any) -> None:
+    """Neither tokens nor labels under the padding matter."""
     engine = engine_for(model)
     (ids, mask), (other_ids, _) = padded_batch(5), padded_batch(6)
     assert not torch.equal(ids, other_ids)
@@ -156,7 +156,7 @@ def test_padding_holds_nothing_that_matters(model: Any) -> None:
         assert (logp[b, n:] == 0).all()
 
 
-def test_a_mask_of_ones_is_no_mask(model: Any) -> None:
+def test_a_mask_of_ones_equals_no_mask(model: Any) -> None:
     ids = random_ids(2, LENGTH)
     check_loss(model, ids, attention_mask=torch.ones_like(ids))
 
@@ -177,7 +177,7 @@ def test_logprobs_and_a_weighted_loss(model: Any, chunk_size: int) -> None:
 
 
 def test_dpo_loss(model: Any) -> None:
-    """Two sequences of different lengths, prompt not counted, a frozen reference model, one backward."""
+    """Two sequences of different lengths with an uncounted prompt, a frozen reference model, one backward."""
     prompt = random_ids(1, 11, seed=2)
     chosen = torch.cat([prompt, random_ids(1, 19, seed=3)], 1)
     rejected = torch.cat([prompt, random_ids(1, 26, seed=4)], 1)
@@ -235,12 +235,12 @@ def test_existing_gradients_are_added_to(model: Any) -> None:
     kept = {name: p.grad for name, p in model.named_parameters()}
     engine_for(model).loss(ids).backward()
     assert_same_gradients(grads(model), {name: before[name] + g for name, g in expected.items()}, TOLERANCE)
-    # In place: an optimizer or a reducer may hold on to the gradient tensors.
+    # In place, because an optimizer or a reducer may keep references to gradient tensors.
     assert all(p.grad is kept[name] for name, p in model.named_parameters())
 
 
 def test_loss_among_other_terms(model: Any) -> None:
-    """Scaled, added to a penalty on a parameter, together with an ordinary forward of the same model."""
+    """The loss is scaled and added to a penalty on a parameter and to an ordinary forward of the same model."""
     ids, other = random_ids(2, LENGTH), random_ids(1, 9, seed=1)
 
     def total(m: Any, loss: Callable[..., Tensor]) -> Tensor:
@@ -253,7 +253,7 @@ def test_loss_among_other_terms(model: Any) -> None:
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_a_second_backward_is_an_error(model: Any, retain_graph: bool) -> None:
+def test_second_backward_raises(model: Any, retain_graph: bool) -> None:
     loss = engine_for(model).loss(random_ids(2, LENGTH))
     loss.backward(retain_graph=retain_graph)
     before = grads(model)
@@ -294,7 +294,7 @@ def test_any_length_chunk_size_batch_and_labels(data: st.DataObject) -> None:
         check_loss(model, ids, labels, chunk_size=chunk_size)
 
 
-def test_vocabulary_tiles_do_not_matter(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits in tiles of three rows."""
+def test_size_of_vocabulary_tiles_does_not_matter(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a tile has three rows of logits."""
     monkeypatch.setattr(oomb.ops.logprob, "PLAIN_TILE", 3 * VOCAB)
     check_loss(model, random_ids(2, LENGTH))

@@ -1,8 +1,7 @@
-"""Chunked training is whole-sequence training: loss and every parameter's gradient, family by family.
+"""Chunked training matches whole-sequence training: loss and every parameter's gradient, family by family.
 
-Tolerances are relative errors of each parameter's gradient. Every family is compared twice: as it is, at 1e-6, since
-most modelling code computes norms or rotary tables in float32 (those that do not are held to 1e-10 at once); and with
-these float32 islands lifted to float64, at 1e-10, where nothing above rounding can hide.
+Tolerances are relative errors of each parameter's gradient. Every family is compared twice: as it is at 1e-6, because
+most modeling code computes norms or rotary tables in float32, and with that code lifted to float64 at 1e-10.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def test_family_in_float64_throughout(name: str) -> None:
 
 @pytest.mark.parametrize("name", mark_full(MOE))
 def test_moe_in_float32(name: str) -> None:
-    """The default experts implementation, a grouped matmul. Routing is decided in float32 on both sides."""
+    """Uses the default experts implementation, a grouped matmul, with routing in float32 on both sides."""
     model = build(name, dtype=torch.float32)
     check_family(model, random_ids(2, LENGTH), CHUNK, 2e-5)
 
@@ -89,7 +88,7 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_longrope_long"])
 def test_length_dependent_rope_forgets_the_previous_sequence(name: str) -> None:
-    """A long sequence, then a short one on the same model: the short one keeps its own frequencies."""
+    """A short sequence after a long one on the same model has its own frequencies."""
     model = build(name)
     engine = oomb.Engine(model, oomb.Config(chunk_size=CHUNK))
     long_ids, short_ids = random_ids(1, LENGTH), random_ids(1, 13)
@@ -99,14 +98,14 @@ def test_length_dependent_rope_forgets_the_previous_sequence(name: str) -> None:
     for ids, mode in ((long_ids, torch.no_grad), (short_ids, torch.inference_mode), (long_ids, torch.no_grad)):
         with mode():
             assert engine.loss(ids).item() == pytest.approx(expected[ids], rel=1e-6)
-        # Nor is the model itself another one afterwards.
+        # The model itself is unchanged, too.
         assert torch.equal(rotary.original_inv_freq, original)
         assert whole_loss(model, ids).item() == pytest.approx(expected[ids], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", mark_full(FAMILIES))
-def test_reference_is_the_model_as_published(name: str) -> None:
-    """The float64 attention and loss of families.py against the model's own, as it comes from Hugging Face."""
+def test_reference_matches_the_published_model(name: str) -> None:
+    """Compares the float64 attention and loss of families.py with the model's own."""
     model = build(name)
     ids = random_ids(2, LENGTH)
     loss, expected = whole_gradients(model, ids)
@@ -120,8 +119,7 @@ def test_reference_is_the_model_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", mark_full(FAMILIES))
 def test_tiny_model_looks_back(name: str) -> None:
-    """Guards the other tests: what the first chunks hold must matter to the loss of the last ones, or an engine that
-    forgot the past would pass."""
+    """Guards the other tests: the first chunks must affect the last losses, or forgetting them would pass."""
     model = build(name)
     half = VOCAB // 2
     ids = torch.cat([random_ids(2, 20, high=half), random_ids(2, 21, low=half)], 1)
@@ -132,5 +130,5 @@ def test_tiny_model_looks_back(name: str) -> None:
     whole_loss(model, ids, labels).backward()
     handle.remove()
     gradient_T = torch.linalg.vector_norm(seen["out"].grad, dim=(0, 2))
-    # The label at 21 is predicted from 20 on; positions before 20 act through attention alone.
+    # Position 20 predicts the first label; positions before it act through attention alone.
     assert gradient_T[:20].norm() > 0.05 * gradient_T[20:].norm()

@@ -1,4 +1,4 @@
-"""Layers fused by torch.compile compute what plain ones compute, and are compiled once."""
+"""Layers compiled by torch.compile match plain layers and are compiled once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Norms and rotary tables are float32 inside of a float64 model, and compiled code rounds them in another order.
+# Norms and rotary tables are float32 in a float64 model, and compiled code rounds them in another order.
 TOLERANCE = 1e-5
 
 
 @pytest.mark.timing
 def test_fused_layers_are_exact_and_compiled_once() -> None:
-    """With dropout: compiled code must drop what plain code drops, and the same in both passes."""
+    """Compiled code must drop the same activations as plain code, in both passes."""
     model = lora(build("llama"), dropout=0.1).to("cuda" if torch.cuda.is_available() else "cpu")
     ids = random_ids(1, 28)
 

@@ -1,5 +1,4 @@
-"""Which parameters train: frozen ones get nothing, tied ones get both shares, LoRA gets what whole-sequence autograd
-gives it."""
+"""Frozen parameters get no gradient; tied ones and LoRA get what whole-sequence autograd gives them."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def test_frozen_parameters(
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
 
 
-def test_frozen_after_the_engine_was_made(model: Any) -> None:
-    """What trains is decided by each call, not by the first."""
+def test_parameters_frozen_later(model: Any) -> None:
+    """Each call looks up which parameters train."""
     ids = random_ids(1, LENGTH)
     engine = engine_for(model)
     engine.loss(ids).backward()
@@ -55,7 +54,7 @@ def test_frozen_after_the_engine_was_made(model: Any) -> None:
     assert_same_gradients(backward_gradients(model, engine.loss(ids)), expected, TOLERANCE)
 
 
-def test_wholly_frozen_model_has_no_graph(model: Any) -> None:
+def test_fully_frozen_model_has_no_graph(model: Any) -> None:
     ids = random_ids(2, LENGTH)
     loss = engine_for(model.requires_grad_(False)).loss(ids)
     assert not loss.requires_grad
@@ -64,7 +63,7 @@ def test_wholly_frozen_model_has_no_graph(model: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma2"])
 def test_tied_embeddings(name: str) -> None:
-    """One parameter, gradients from both ends of the model."""
+    """One parameter gets gradients from both ends of the model."""
     model = build(name, tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     check_loss(model, random_ids(2, LENGTH))

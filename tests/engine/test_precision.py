@@ -1,4 +1,4 @@
-"""Dtypes other than float64: accumulation over chunks, mixed precision."""
+"""Accumulation over chunks and mixed precision in dtypes other than float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def engine_gradients(model: Any, ids: Tensor, **config: Any) -> dict[str, Tensor
 
 
 def total_error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Relative error of the whole gradient as one vector."""
+    """Return the relative error of the whole gradient as one vector."""
     flat = [torch.cat([g.double().flatten() for g in side.values() if g is not None]) for side in (actual, expected)]
     return relative_error(*flat)
 
@@ -38,26 +38,26 @@ def test_float32_model(name: str, param_grad_dtype: str) -> None:
 
 
 def bf16_pair(length: int) -> tuple[Any, Any, Tensor]:
-    """A bfloat16 model, and its equal in float32."""
+    """Return a bfloat16 model, the same model in float32, and token ids."""
     model = build("llama", dtype=torch.bfloat16)
     return model, copy.deepcopy(model).float(), random_ids(1, length)
 
 
 @pytest.mark.parametrize("mode", ["auto", "float32", "param"])
 def test_sums_over_many_chunks(mode: str) -> None:
-    """One token repeated: every chunk contributes alike, and a bfloat16 sum of 8 bits stops growing at 256 of them."""
+    """Every chunk adds the same, and a bfloat16 sum with round-to-nearest stops growing at 256 of them."""
     model = build("llama", dtype=torch.bfloat16, num_hidden_layers=1)
     ids = torch.full((1, 400), 5)
     _, expected = whole_gradients(copy.deepcopy(model).float(), ids)
     actual = engine_gradients(model, ids, chunk_size=1, param_grad_dtype=mode)
     assert all(g.dtype == torch.bfloat16 for g in actual.values())
-    # Rounded at random 400 times: each sum walks some 400 ** 0.5 times a third of its last bit.
+    # The error of 400 stochastic roundings grows like a random walk: about 400 ** 0.5 times a third of the last bit.
     tolerance = 0.06 if mode == "param" else 0.03
     assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) < tolerance
 
 
-def test_the_sum_above_is_lost_by_rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the test above: added as PyTorch adds bfloat16 numbers the same sum is far off."""
+def test_rounding_to_nearest_would_lose_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above."""
     monkeypatch.setattr("oomb.engine.grads.add_", lambda total, share, seed: total.add_(share))
     model = build("llama", dtype=torch.bfloat16, num_hidden_layers=1)
     ids = torch.full((1, 400), 5)
@@ -66,8 +66,8 @@ def test_the_sum_above_is_lost_by_rounding_to_nearest(monkeypatch: pytest.Monkey
     assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) > 0.15
 
 
-def test_bf16_error_is_that_of_standard_training() -> None:
-    """Against float32, 32 chunks in bfloat16 err no more than whole-sequence bfloat16 training does."""
+def test_bf16_error_is_no_larger_than_in_standard_training() -> None:
+    """Both are compared with float32; the chunked side has 32 chunks."""
     model, wide, ids = bf16_pair(256)
     _, exact = whole_gradients(wide, ids)
     standard = copy.deepcopy(model)
@@ -91,8 +91,8 @@ def test_existing_gradients_are_added_to(param_grad_dtype: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_kv_at_rest_in_another_dtype(kv_dtype: str) -> None:
-    """Narrower pages cost precision, no more than their dtype's rounding explains, and wider ones cost nothing."""
+def test_pages_in_another_dtype(kv_dtype: str) -> None:
+    """bfloat16 pages cost no more precision than bfloat16 rounding explains; float32 pages cost none."""
     model = build("llama", dtype=torch.float32)
     ids = random_ids(1, 41)
     _, expected = whole_gradients(model, ids)
@@ -103,7 +103,7 @@ def test_kv_at_rest_in_another_dtype(kv_dtype: str) -> None:
 
 
 def test_autocast_holds_in_the_gradient_pass() -> None:
-    """backward() is called outside of the autocast block; the chunks must be recomputed as they were computed."""
+    """backward() runs outside of the autocast block, but chunks must be recomputed under autocast."""
     model = build("llama", dtype=torch.float32)
     ids = random_ids(2, 41)
     seen: list[torch.dtype] = []
@@ -118,12 +118,12 @@ def test_autocast_holds_in_the_gradient_pass() -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_autocast_gradients(lora: bool) -> None:
-    """Of float32 weights, or of float32 adapters beside weights in bfloat16."""
+    """For float32 weights, and for float32 adapters on bfloat16 weights."""
     model, ids = build("llama", dtype=torch.bfloat16 if lora else torch.float32), random_ids(2, 41)
     if lora:
         model = adapters.with_lora(model)
         for name, parameter in model.named_parameters():
-            # As after some steps: they begin with zeros, and half of the gradients are zero then.
+            # They start at zero, which would make half of the gradients zero.
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.05)
     _, exact = whole_gradients(copy.deepcopy(model).float(), ids)

@@ -1,5 +1,4 @@
-"""What the tests of the engine share: an engine for a tiny model, its gradients against whole-sequence autograd, and
-models that draw random numbers."""
+"""Compare the engine on tiny models with whole-sequence autograd, and build models that draw random numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def backward_gradients(model: Any, loss: Tensor) -> dict[str, Tensor | None]:
 
 
 def gradients_of(model: Any, value: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Value and gradients of an ordinary function of a copy of the model."""
+    """Return value and gradients of a function, computed on a copy of the model."""
     model = copy.deepcopy(model)
     loss = value(model)
     return loss.detach(), backward_gradients(model, loss)
@@ -43,7 +42,7 @@ def check_loss(model: Any, *args: Any, chunk_size: int = CHUNK, **kwargs: Any) -
 
 
 def lora(base: Any, *, dropout: float, **settings: Any) -> Any:
-    """LoRA with both factors non-zero, so that both have gradients."""
+    """Return a model with LoRA whose factors are both non-zero, so that both have gradients."""
     settings = {"target_modules": ["q_proj", "v_proj", "down_proj"], **settings}
     wrapped = peft.get_peft_model(
         base, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, init_lora_weights=False, **settings)
@@ -55,7 +54,7 @@ def lora(base: Any, *, dropout: float, **settings: Any) -> Any:
 
 
 def with_dropout(kind: str) -> Any:
-    """Dropout as a module, as a bare function call, and drawn by the router of a mixture of experts."""
+    """Return a model with dropout as a module or a function call, or with random router noise."""
     if kind == "lora":
         return lora(build("llama"), dropout=0.1)
     settings: dict[str, dict[str, float]] = {

@@ -1,10 +1,10 @@
-"""Tiny models of the families the engine is tested on, and the whole-sequence computation they are held to.
+"""Build tiny models of many families and compute their whole-sequence reference.
 
-The reference is an ordinary forward of the Hugging Face model over the whole sequence with an ordinary backward. Three
-places in it drop from float64 to float32 whatever the model's dtype: eager attention (the softmax), the rotary tables
-and RMSNorm inside the modelling code, and the model's own loss (`logits.float()`). The first and the last are replaced
-here by float64 versions, `whole_attention` and `whole_logprobs`, which tests/test_exact.py holds to the originals. The
-second belongs to the model: it bounds the agreement at about 1e-7, unless `float64_throughout` lifts it.
+The reference is an ordinary forward and backward of the Hugging Face model over the whole sequence. Whatever its
+dtype, it drops to float32 in three places: the softmax of eager attention, rotary tables and norms in the modeling
+code, and the model's own loss (`logits.float()`). `whole_attention` and `whole_logprobs` replace the first and the last
+in float64, and tests/engine/test_exact.py compares them with the originals. The second limits agreement to about 1e-7
+unless `float64_throughout` lifts it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from transformers.masking_utils import eager_mask
 
 VOCAB = 97
 LENGTH = 41
-"""Odd, and no multiple of a chunk size or a window below."""
+"""Odd, and not a multiple of any chunk size or window below."""
 WINDOW = 10
-"""Shorter than the sequence, longer than a chunk of 7 and shorter than one of 16, a multiple of neither."""
+"""Between chunk sizes 7 and 16, and not a multiple of either."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model of one architecture, and how closely its chunked gradients must match."""
+    """A tiny model of one architecture, and how closely its gradients must match."""
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     native_float64: bool = False
-    """The modelling code itself keeps float64: then 1e-10 holds with nothing lifted."""
+    """Whether the modeling code keeps float64, so that gradients match to 1e-10 as they are."""
     is_moe: bool = False
-    """Expert routing: also run in float32, through the grouped matmul, which has no float64 kernel."""
+    """Whether to test it in float32, too, because the grouped matmul of experts has no float64 kernel."""
 
 
 SIZES = {
@@ -79,7 +79,7 @@ def longrope(original_max_position_embeddings: int) -> dict[str, Any]:
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama"),
     "llama_tied": Family("llama", {"tie_word_embeddings": True}),
-    # The whole sequence is longer than max_position_embeddings, its first chunks are not: the frequencies differ.
+    # The whole sequence is longer than max_position_embeddings but its first chunks are not.
     "llama_dynamic_rope": Family(
         "llama",
         {
@@ -104,7 +104,7 @@ FAMILIES: dict[str, Family] = {
     "mistral_sliding": Family("mistral", {"sliding_window": WINDOW}),
     "gemma2": Family(
         "gemma2",
-        # Small caps, so that they bend the scores and the logits of a tiny model.
+        # Caps small enough to change scores and logits of a tiny model.
         {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8, **SLIDING_FULL},
     ),
     "gemma3": Family(
@@ -121,7 +121,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("phi3", {"num_key_value_heads": 3}),
     "phi3_sliding": Family("phi3", {"sliding_window": WINDOW}),
     "phi3_longrope_short": Family("phi3", longrope(64)),
-    # Longer than the original context as a whole, shorter chunk by chunk until position 24.
+    # The whole sequence is longer than the original context; chunks before position 24 are not.
     "phi3_longrope_long": Family("phi3", longrope(24)),
     "olmo2": Family("olmo2"),
     "olmo3": Family("olmo3", SLIDING_FULL),
@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family("apertus"),
     "helium": Family("helium"),
     "seed_oss": Family("seed_oss", {"residual_dropout": 0.0}),
-    # A window that is not to be used, as their own defaults have it.
+    # A window that is switched off, as in the default config.
     "smollm3_idle_window": Family("smollm3", {"use_sliding_window": False, "sliding_window": WINDOW}),
     "qwen2_moe": Family("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24}, is_moe=True),
     "mixtral": Family("mixtral", {**MOE, "sliding_window": None}, is_moe=True),
@@ -226,12 +226,12 @@ def mark_full(names: Iterable[str], quick: Container[str] = REPRESENTATIVES) -> 
 
 
 def randomize(model: nn.Module, generator: torch.Generator) -> None:
-    """Weights large enough that attention is far from uniform and no gradient is close to rounding."""
+    """Set weights so large that attention is far from uniform and gradients are far above rounding errors."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
         with torch.no_grad():
             if parameter.dim() == 1:
-                # Norm weights stay about their initial 0 or 1; biases and sinks leave their initial zero.
+                # Norm weights stay near their initial 0 or 1; biases and sinks become non-zero.
                 parameter.copy_((parameter.nan_to_num().clamp(-1, 1) + 0.3 * noise) if "sinks" not in name else noise)
             elif "embed" in name or ".wte" in name or ".wpe" in name:
                 parameter.copy_(0.5 * noise)
@@ -240,7 +240,7 @@ def randomize(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> Any:
-    """The tiny model of a family (or of a bare model type), in train mode, attending by `whole_attention`."""
+    """Return the tiny model of a family or model type in training mode, with `whole_attention`."""
     family = FAMILIES.get(name) or Family(name)
     config = AutoConfig.for_model(family.model_type, **{**SIZES, **family.config, **overrides})
     torch.manual_seed(seed)
@@ -252,7 +252,7 @@ def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **ove
 
 
 def random_ids(batch: int, length: int, *, seed: int = 0, low: int = 3, high: int = VOCAB) -> torch.Tensor:
-    """Token ids above the special tokens."""
+    """Return random token ids, none of them special."""
     return torch.randint(low, high, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -268,7 +268,7 @@ def whole_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Eager attention as the modelling code has it, but with the softmax in the dtype of the model."""
+    """Compute eager attention like the modeling code, but with the softmax in the model's dtype."""
     assert dropout == 0.0
     groups = q_BHTD.shape[1] // k_BHTD.shape[1]
     k_BHTD, v_BHTD = k_BHTD.repeat_interleave(groups, 1), v_BHTD.repeat_interleave(groups, 1)
@@ -289,7 +289,7 @@ AttentionMaskInterface.register("whole_float64", eager_mask)
 
 
 def whole_logprobs(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """log p(token t | tokens before t) by one ordinary forward, 0 at position 0."""
+    """Return log p(token t | tokens before t) from one ordinary forward, 0 at position 0."""
     logits_BTV = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     logp_BT = logits_BTV[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None].long()).squeeze(-1)
     return nn.functional.pad(logp_BT, (1, 0))
@@ -303,7 +303,7 @@ def whole_loss(
     num_items: int | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The Hugging Face loss (labels shifted inside, -100 ignored) in the dtype of the model."""
+    """Return the Hugging Face loss (labels shifted inside, -100 ignored) in the model's dtype."""
     labels = (input_ids if labels is None else labels).long()
     if attention_mask is not None:
         labels = labels.masked_fill(attention_mask == 0, -100)
@@ -317,7 +317,7 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def whole_gradients(model: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """Loss and gradients of a copy of the model: RoPE variants keep state, which must not reach the engine's model."""
+    """Return loss and gradients, computed on a copy: some RoPE variants keep state that must not reach the engine."""
     model = copy.deepcopy(model)
     loss = whole_loss(model, *args, **kwargs)
     loss.backward()
@@ -325,7 +325,7 @@ def whole_gradients(model: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the expected, computed in float64."""
+    """Return the norm of the difference over the norm of the expected tensor, in float64."""
     difference = torch.linalg.vector_norm(actual.double() - expected.double())
     return (difference / torch.linalg.vector_norm(expected.double())).item()
 
@@ -337,10 +337,10 @@ def assert_same_gradients(
     *,
     may_vanish: float = 1e-8,
 ) -> None:
-    """Every parameter's gradient within `tolerance`, none of them negligible, None exactly where None is expected.
+    """Assert that every parameter's gradient is within `tolerance`, and None exactly where None is expected.
 
-    A gradient that is zero in exact arithmetic (a key bias: the softmax does not see it) is pure rounding on both
-    sides; it is held to be as small, relative to the largest gradient, as `may_vanish`.
+    A gradient that is zero in exact arithmetic (a key bias, which the softmax cancels) is pure rounding on both sides.
+    It must be smaller than `may_vanish` relative to the largest gradient.
     """
     assert actual.keys() == expected.keys()
     largest = max(g.abs().max().item() for g in expected.values() if g is not None)
@@ -366,10 +366,9 @@ def assert_same_gradients(
 
 @contextlib.contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Lifts the float32 islands of modelling code (RMSNorm, rotary tables, router softmax) to float64.
+    """Compute in float64 where modeling code asks for float32: RMSNorm, rotary tables, router softmax.
 
-    Inside, what asks for float32 gets float64, so that chunked and whole-sequence computations of a float64 model agree
-    to rounding, and an error of 1e-9 cannot hide behind a float32 table.
+    Chunked and whole-sequence training of a float64 model then agree to rounding, and an error of 1e-9 shows.
     """
 
     def lifted(function: Callable[..., Any]) -> Callable[..., Any]:

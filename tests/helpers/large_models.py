@@ -1,4 +1,4 @@
-"""Models that are large enough for a GPU."""
+"""Models that are large enough for GPU kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def wide_llama(**changes: Any) -> Any:
-    """Large enough heads for the GPU's attention kernels."""
+    """Return a llama on the GPU with heads large enough for its attention kernels."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)

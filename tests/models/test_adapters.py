@@ -1,4 +1,4 @@
-"""Weights in 4 bits: what bitsandbytes is asked for, or a refusal that says what to install."""
+"""Quantized weights with LoRA: the settings of bitsandbytes, or an error that says what to install."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+def test_missing_bitsandbytes(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     assert adapters.bnb_config() is None
-    with pytest.raises(ValueError, match=rf"load_in_{bits}bit needs bitsandbytes.*extra qlora.*pip install bits"):
+    with pytest.raises(ValueError, match=rf"load_in_{bits}bit.*qlora.*pip install bitsandbytes"):
         adapters.bnb_config(**{f"load_in_{bits}bit": True})
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(entry.startswith("bitsandbytes") for entry in extras["qlora"])
@@ -35,7 +35,7 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         ({"compute_dtype": "float8"}, "use bfloat16, float16 or float32"),
     ],
 )
-def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_invalid_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adapters.bnb_config(load_in_4bit=True, **options)
 

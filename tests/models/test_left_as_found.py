@@ -1,4 +1,4 @@
-"""The engine changes a model only while it runs, also when something fails in the middle, and holds on to nothing."""
+"""The engine restores the model after every call, even a failed one, and keeps no tensors alive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    """All there is to see of a model but its gradients."""
+    """Return everything observable about a model except gradients."""
     state: dict[str, Any] = {"config": model.config.to_dict(), "attention": model.config._attn_implementation}
     for name, module in model.named_modules():
         state[f"{name} class"] = type(module)
@@ -74,8 +74,8 @@ def test_model_is_left_as_found(kind: str, checkpoint_layers: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama_dynamic_rope", "phi3_longrope_long"])
-def test_rope_remembers_no_sequence_of_the_engine(name: str) -> None:
-    """By itself it would, and compute a shorter one with the frequencies of a longer one."""
+def test_rope_forgets_the_sequences_of_the_engine(name: str) -> None:
+    """Otherwise a shorter sequence would use the frequencies of a longer one."""
     model = build(name)
     rotary = model.model.rotary_emb
 
@@ -91,7 +91,7 @@ def test_rope_remembers_no_sequence_of_the_engine(name: str) -> None:
 
 
 def test_each_part_of_a_model_keeps_its_own_attention() -> None:
-    """A soft cap allows no SDPA, which other parts may use."""
+    """The text model has a soft cap, which rules out SDPA; the other parts use SDPA."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = LlavaConfig(
         text_config=Gemma2Config(
@@ -120,7 +120,7 @@ def test_each_part_of_a_model_keeps_its_own_attention() -> None:
     assert torch.equal(model(ids, labels=ids).loss, expected)
 
 
-def test_gradient_checkpointing_of_the_model_is_no_obstacle(model: Any) -> None:
+def test_gradient_checkpointing_of_the_model_is_ignored(model: Any) -> None:
     ids = random_ids(2, LENGTH)
     expected_loss, expected = whole_gradients(model, ids)
     set_checkpointing(model, on=True)
@@ -146,8 +146,8 @@ class Failure(Exception):
 
 @pytest.mark.parametrize("checkpoint_layers", [False, True])
 @pytest.mark.parametrize("fail_in", ["fill", "gradient"])
-def test_a_failure_in_the_middle_leaves_the_model_as_found(model: Any, fail_in: str, checkpoint_layers: bool) -> None:
-    """Then the model and the engine work on as if nothing had happened."""
+def test_failure_leaves_the_model_as_found(model: Any, fail_in: str, checkpoint_layers: bool) -> None:
+    """Model and engine work again afterwards."""
     ids = random_ids(2, LENGTH)
     expected_loss, expected = whole_gradients(model, ids)
     engine = engine_for(model, checkpoint_layers=checkpoint_layers)
@@ -178,17 +178,17 @@ def test_a_failure_in_the_middle_leaves_the_model_as_found(model: Any, fail_in: 
 
 
 def live_tensors(model: Any) -> int:
-    """Tensors that Python holds, the model's gradients aside."""
+    """Count tensors that Python holds, without the model's gradients."""
     model.zero_grad()
-    # What tests before this one have left may take more than one collection: finalizers free more.
+    # Leftovers of earlier tests may take several collections, because finalizers free more.
     while gc.collect():
         pass
     return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
 
 @pytest.mark.parametrize("ending", ["backward", "dropped", "no_grad"])
-def test_nothing_is_held_after_a_call(model: Any, ending: str) -> None:
-    """Pages and activations go with the loss, whether or not it was back-propagated."""
+def test_no_tensor_is_kept_after_a_call(model: Any, ending: str) -> None:
+    """Pages and activations are freed with the loss, with or without a backward."""
     engine = engine_for(model, keep_last_chunk=True)
     ids = random_ids(2, LENGTH)
 
@@ -207,13 +207,13 @@ def test_nothing_is_held_after_a_call(model: Any, ending: str) -> None:
     assert live_tensors(model) == before
 
 
-def test_pages_are_freed_by_the_backward_itself(model: Any) -> None:
-    """A loss kept for logging must not keep the sequence's pages."""
+def test_backward_frees_the_pages(model: Any) -> None:
+    """A loss kept for logging must not keep the pages alive."""
     engine = engine_for(model)
     engine.loss(random_ids(2, LENGTH)).backward()
     before = live_tensors(model)
     loss = engine.loss(random_ids(2, LENGTH))
     while_alive = live_tensors(model)
     loss.backward()
-    # The loss, the ids and the few small tensors of its graph may remain; K and V of three layers may not.
+    # The loss, the ids and small tensors of the graph may remain, but not K and V of three layers.
     assert live_tensors(model) - before < 6 <= while_alive - before
