@@ -1,4 +1,4 @@
-"""Documents of any lengths in one batch: each is computed as if it were alone."""
+"""Documents of any lengths in one batch train as if each were alone."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def documents_of(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+def make_documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
     return [random_ids(1, length, seed=i)[0] for i, length in enumerate(lengths)]
 
 
-def each_alone(model: Any, documents: list[Tensor], num_items: int, **config: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Sum of losses and gradients, one document at a time."""
+def one_at_a_time(model: Any, documents: list[Tensor], num_items: int, **config: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the sum of losses and gradients, computed one document at a time."""
     model = copy.deepcopy(model)
     engine, total = engine_for(model, CHUNK, **config), torch.zeros(())
     for document in documents:
@@ -50,8 +50,8 @@ def each_alone(model: Any, documents: list[Tensor], num_items: int, **config: An
     return total, grads(model)
 
 
-def check_alike(model: Any, documents: list[Tensor], tolerance: float, **config: Any) -> oomb.Engine:
-    expected_loss, expected = each_alone(model, documents, num_predicted(documents), **config)
+def check_matches_one_at_a_time(model: Any, documents: list[Tensor], tolerance: float, **config: Any) -> oomb.Engine:
+    expected_loss, expected = one_at_a_time(model, documents, num_predicted(documents), **config)
     engine = engine_for(model, CHUNK, **config)
     loss = engine.loss(documents)
     assert relative_error(loss.detach(), expected_loss) <= tolerance
@@ -65,16 +65,16 @@ def num_predicted(documents: list[Tensor]) -> int:
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.integers(1, 32))
-def test_the_layout_holds_every_document_once_and_wastes_little(lengths: list[int], chunk_size: int) -> None:
+def test_layout_has_every_document_once_and_wastes_little(lengths: list[int], chunk_size: int) -> None:
     layout = best_fit(lengths, chunk_size)
     assert sorted(i for members in layout for i in members) == list(range(len(lengths)))
     fill = []
     for members in layout:
         first, *others = (lengths[i] for i in members)
         room = -first % chunk_size
-        assert sum(others) <= room, "a document does not fit into the last chunk beside the others"
+        assert sum(others) <= room, "the documents do not fit into the last chunk"
         fill.append(room - sum(others))
-    # Best fit: no two chunks of short documents could be one.
+    # No two chunks of short documents could be merged.
     short = (room for room, members in zip(fill, layout, strict=True) if lengths[members[0]] <= chunk_size)
     used = sorted(chunk_size - room for room in short)
     assert len(used) < 2 or used[0] + used[1] > chunk_size
@@ -83,7 +83,7 @@ def test_the_layout_holds_every_document_once_and_wastes_little(lengths: list[in
     ]
 
 
-def test_the_example_of_the_module() -> None:
+def test_example_of_the_docstring() -> None:
     assert best_fit([10, 3, 2, 5], 4) == [[0, 2], [3, 1]]
 
 
@@ -101,16 +101,16 @@ def test_positions_and_spans_of_a_chunk() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families(family: str, in_float64: None) -> None:
-    check_alike(build(family), documents_of(), 1e-10)
+    check_matches_one_at_a_time(build(family), make_documents(), 1e-10)
 
 
 def test_experts() -> None:
-    check_alike(build("mixtral", dtype=torch.float32), documents_of(), 2e-5)
+    check_matches_one_at_a_time(build("mixtral", dtype=torch.float32), make_documents(), 2e-5)
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
 def test_all_settings(config: dict[str, Any], model: Any) -> None:
-    tiers = check_alike(model, documents_of(), 1e-6, **config).allocator.tiers
+    tiers = check_matches_one_at_a_time(model, make_documents(), 1e-6, **config).allocator.tiers
     assert not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
@@ -119,20 +119,20 @@ def test_all_settings(config: dict[str, Any], model: Any) -> None:
 def test_any_lengths_and_chunk_sizes(lengths: list[int], chunk_size: int) -> None:
     if max(lengths) == 1:
         lengths = [*lengths, 2]
-    model, documents = build("llama", num_hidden_layers=1), documents_of(tuple(lengths))
-    expected = each_alone(model, documents, num_predicted(documents))[1]
+    model, documents = build("llama", num_hidden_layers=1), make_documents(tuple(lengths))
+    expected = one_at_a_time(model, documents, num_predicted(documents))[1]
     loss = engine_for(model, chunk_size).loss(documents)
     assert_same_gradients(backward_gradients(model, loss), expected, 1e-6)
 
 
-def test_log_probabilities_come_back_in_order(model: Any, in_float64: None) -> None:
-    documents, engine = documents_of(), engine_for(model, CHUNK)
+def test_logprobs_keep_the_order_of_documents(model: Any, in_float64: None) -> None:
+    documents, engine = make_documents(), engine_for(model, CHUNK)
     found = engine.logprobs(documents)
     assert [len(row) for row in found] == list(LENGTHS)
     for row, document in zip(found, documents, strict=True):
         alone = engine.logprobs(document.unsqueeze(0))[0]
         torch.testing.assert_close(row, alone, rtol=1e-10, atol=1e-12)
-    # A loss of its own on them: documents have weights.
+    # A custom loss that weights documents.
     weights = torch.arange(1.0, 1 + len(documents), dtype=torch.float64)
     loss = -sum(w * row.sum() for w, row in zip(weights, found, strict=True))
     actual = backward_gradients(model, loss)
@@ -143,7 +143,7 @@ def test_log_probabilities_come_back_in_order(model: Any, in_float64: None) -> N
 
 
 def test_labels_of_documents(model: Any, in_float64: None) -> None:
-    documents = documents_of((20, 5, 9))
+    documents = make_documents((20, 5, 9))
     labels = [document.clone() for document in documents]
     labels[0][:10], labels[1][:] = -100, -100
     expected = engine_for(copy.deepcopy(model), CHUNK)
@@ -165,8 +165,8 @@ def packed_row(documents: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def test_rows_of_several_documents(model: Any, in_float64: None) -> None:
-    """As a flattening collator makes them: position_ids begin anew with each document."""
-    documents, engine = documents_of(), engine_for(model, CHUNK)
+    """A flattening collator restarts position_ids at each document."""
+    documents, engine = make_documents(), engine_for(model, CHUNK)
     ids, positions = packed_row(documents)
     loss = engine.loss(ids, position_ids=positions)
     assert relative_error(loss.detach(), engine.loss(documents).detach()) <= 1e-12
@@ -179,8 +179,8 @@ def test_rows_of_several_documents(model: Any, in_float64: None) -> None:
 
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_masks_that_number_documents(with_positions: bool, model: Any, in_float64: None) -> None:
-    """As Axolotl's and LLaMA-Factory's collators make them: 1, 1, 2, 2, 0."""
-    documents, engine = documents_of((20, 3, 17, 1, 9)), engine_for(model, CHUNK)
+    """Collators of Axolotl and LLaMA-Factory make masks such as 1, 1, 2, 2, 0."""
+    documents, engine = make_documents((20, 3, 17, 1, 9)), engine_for(model, CHUNK)
     rows = documents[:3], documents[3:]
     ids = torch.zeros(2, 45, dtype=torch.long)
     mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -203,11 +203,11 @@ def test_masks_that_number_documents(with_positions: bool, model: Any, in_float6
 @pytest.mark.parametrize(
     ("mask", "positions", "message"),
     [
-        ([[1, 1, 2, 2, 0]], [[0, 1, 2, 0, 1]], r"row 0 documents begin at \[0, 3\] by position_ids and at \[0, 2\]"),
-        ([[1, 2, 1, 1, 0]], None, r"row 0 of attention_mask numbers its documents \[1, 2, 1\]"),
+        ([[1, 1, 2, 2, 0]], [[0, 1, 2, 0, 1]], r"row 0.*\[0, 3\].*position_ids.*\[0, 2\]"),
+        ([[1, 2, 1, 1, 0]], None, r"row 0.*attention_mask.*\[1, 2, 1\]"),
     ],
 )
-def test_masks_that_number_documents_otherwise_are_refused(
+def test_contradicting_masks_are_refused(
     mask: list[list[int]], positions: list[list[int]] | None, message: str, model: Any
 ) -> None:
     places = None if positions is None else torch.tensor(positions)
@@ -216,7 +216,7 @@ def test_masks_that_number_documents_otherwise_are_refused(
 
 
 def test_padding_is_not_computed(model: Any, in_float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents, seen = documents_of((40, 3, 9, 12)), []
+    documents, seen = make_documents((40, 3, 9, 12)), []
     engine = engine_for(model, CHUNK)
     hidden = engine.model.hidden
 
@@ -239,12 +239,12 @@ def test_padding_is_not_computed(model: Any, in_float64: None, monkeypatch: pyte
 
 
 def test_lora_adapters(in_float64: None) -> None:
-    check_alike(lora(build("llama"), dropout=0.0), documents_of(), 1e-10)
+    check_matches_one_at_a_time(lora(build("llama"), dropout=0.0), make_documents(), 1e-10)
 
 
-def test_dropout_falls_alike_in_both_passes() -> None:
-    """By finite differences along the gradient: were it another mask, they would be off by much more."""
-    model, documents = lora(build("llama"), dropout=0.3), documents_of((20, 5, 9))
+def test_dropout_is_replayed() -> None:
+    """Compares with a finite difference along the gradient, which another dropout mask would change a lot."""
+    model, documents = lora(build("llama"), dropout=0.3), make_documents((20, 5, 9))
     engine = engine_for(model, CHUNK, keep_last_chunk=False)
 
     def loss() -> Tensor:
@@ -271,7 +271,7 @@ def test_progress_counts_the_chunks_of_all_documents(model: Any) -> None:
     seen: list[tuple[str, int, int]] = []
     engine = engine_for(model, CHUNK)
     engine.progress = lambda *call: seen.append(call)
-    engine.loss(documents_of((40, 20, 3))).backward()
+    engine.loss(make_documents((40, 20, 3))).backward()
     assert seen == [("fill", n, 5) for n in range(1, 6)] + [("gradient", n, 5) for n in range(1, 6)]
 
 
@@ -304,7 +304,7 @@ def test_positions_must_count_up(positions: list[list[int]], message: str, model
 
 
 def test_a_list_has_no_padding(model: Any) -> None:
-    with pytest.raises(ValueError, match="neither padding nor position_ids"):
+    with pytest.raises(ValueError, match="position_ids"):
         engine_for(model).loss([random_ids(1, 4)[0]], attention_mask=torch.ones(1, 4))
 
 
@@ -315,7 +315,7 @@ def test_ten_to_fifty_thousand_tokens() -> None:
         "llama", dtype=torch.float32, num_hidden_layers=1, hidden_size=16, intermediate_size=16,
         num_attention_heads=1, num_key_value_heads=1, head_dim=8, max_position_embeddings=65536,
     )  # fmt: skip
-    documents = documents_of((10, 50_000, 700, 4096, 33, 2048, 120, 15, 5000))
+    documents = make_documents((10, 50_000, 700, 4096, 33, 2048, 120, 15, 5000))
     count = num_predicted(documents)
     engine = oomb.Engine(model, oomb.Config())
     found = engine.logprobs(documents)
@@ -349,7 +349,7 @@ def test_one_call_of_the_flash_kernel(heads: tuple[int, int, int], window: int |
         torch.testing.assert_close(lse[:, :, a:b].double(), lse_part, rtol=1e-3, atol=1e-3)
         expected = reference.backward(dout[:, :, a:b].double(), *part, out_part, lse_part, **mask)
         for actual, wanted in zip(found, expected, strict=True):
-            # Where a document has one token, q and k have no gradient.
+            # q and k of a document of one token have no gradient.
             error = (actual[:, :, a:b].double() - wanted).norm()
             assert error <= 0.02 * wanted.norm() + 1e-5
 
@@ -362,7 +362,7 @@ def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
     from large_models import wide_llama
 
     model = wide_llama().bfloat16()
-    documents = documents_of((700, 30, 256, 5, 90, 1000, 61))
+    documents = make_documents((700, 30, 256, 5, 90, 1000, 61))
     count = num_predicted(documents)
     engine = oomb.Engine(model, oomb.Config(chunk_size=256, fuse="off", **config))
     loss = engine.loss(documents)
@@ -379,7 +379,7 @@ def test_documents_on_the_gpu(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kernel", [backends.FLASH, backends.CUDNN], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("own", [1, 5])
 def test_gpu_kernels_get_a_contiguous_lse(kernel: backends.Kernel, own: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a shared chunk's first document is a part of a wider one. Flash reads it by address, without strides."""
+    """For the first document of a shared chunk it is a slice of a larger tensor, and flash ignores strides."""
     seen: list[Tensor] = []
 
     def backward(*args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -393,8 +393,8 @@ def test_gpu_kernels_get_a_contiguous_lse(kernel: backends.Kernel, own: int, mon
     assert seen[0].is_contiguous() and torch.equal(seen[0].view(1, 3, own), lse)
 
 
-def fails_at(engine: oomb.Engine, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model breaks when it is called for the `index`-th time."""
+def fail_at(engine: oomb.Engine, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the model raise after `index` calls."""
     hidden, left = engine.model.hidden, iter(range(index))
 
     def breaks(ids: Tensor, positions: Tensor) -> Tensor:
@@ -405,32 +405,32 @@ def fails_at(engine: oomb.Engine, index: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engine.model, "hidden", breaks)
 
 
-def test_an_error_in_a_later_document_frees_the_earlier_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_later_document_frees_the_earlier_ones(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model, CHUNK)
-    engine.loss(documents_of((50, 40, 20))).backward()
-    fails_at(engine, 8, monkeypatch)
+    engine.loss(make_documents((50, 40, 20))).backward()
+    fail_at(engine, 8, monkeypatch)
     with pytest.raises(RuntimeError, match="the model broke") as error:
-        engine.loss(documents_of((50, 40, 20)))
+        engine.loss(make_documents((50, 40, 20)))
     tiers = engine.allocator.tiers
     assert error and not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
-def test_only_the_last_of_several_sequences_keeps_its_last_chunk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward comes first: kept by another, two chunks' activations would be there at once."""
+def test_only_the_last_sequence_keeps_its_last_chunk(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward comes first; any other kept chunk would add to the activations of the one being computed."""
     engine, order = engine_for(model, CHUNK), []
-    walk_back = ChunkedForward.backward
+    backward = ChunkedForward.backward
 
     def seen(sequence: ChunkedForward, dlogp: Tensor) -> None:
         order.append((sequence.batch.ids.shape[1], sequence.last_chunk_hidden is not None))
-        walk_back(sequence, dlogp)
+        backward(sequence, dlogp)
 
     monkeypatch.setattr(ChunkedForward, "backward", seen)
-    engine.loss(documents_of((48, 40, 33))).backward()
+    engine.loss(make_documents((48, 40, 33))).backward()
     assert order == [(33, True), (40, False), (48, False)]
 
 
-def test_several_sequences_are_placed_with_room_for_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One alone may fill the host with attention outputs; of several none does, nor one beside pages of another."""
+def test_sequences_leave_memory_for_each_other(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a sequence that holds pages alone may fill the host with attention outputs."""
     engine, found, decide = engine_for(model, CHUNK), [], allocator.place_or_raise
 
     def seen(*args: Any, is_exclusive: bool, **settings: Any) -> Any:
@@ -438,20 +438,20 @@ def test_several_sequences_are_placed_with_room_for_each_other(model: Any, monke
         return decide(*args, is_exclusive=is_exclusive, **settings)
 
     monkeypatch.setattr(allocator, "place_or_raise", seen)
-    engine.loss(documents_of((48, 40, 33))).backward()
+    engine.loss(make_documents((48, 40, 33))).backward()
     assert found == [False] * 3
-    [document] = documents_of((48,))
+    [document] = make_documents((48,))
     first, second = engine.loss(document[None]), engine.loss(document[None])
     (first + second).backward()
-    assert found[3:] == [True, False], "the same length, but otherwise placed"
+    assert found[3:] == [True, False], "same length, different placement"
 
 
-def test_learned_positions_are_counted_in_each_document() -> None:
-    """Neither a chunk that many share, nor a row that holds several or is padded, is too long by itself."""
+def test_learned_positions_limit_each_document() -> None:
+    """Rows that hold several documents or padding may be longer than the model's positions."""
     model = build("gpt2")
     limit = model.config.max_position_embeddings
-    documents = documents_of((limit, limit - 50, 40))
-    expected = each_alone(model, documents, num_predicted(documents))[1]
+    documents = make_documents((limit, limit - 50, 40))
+    expected = one_at_a_time(model, documents, num_predicted(documents))[1]
     ids, positions = packed_row(documents)
     padded = torch.zeros(3, limit + 9, dtype=torch.long)
     mask = torch.zeros_like(padded)
@@ -464,17 +464,17 @@ def test_learned_positions_are_counted_in_each_document() -> None:
         assert_same_gradients(backward_gradients(model, loss), expected, 1e-6)
     too_long = random_ids(1, limit + 1)
     for wrong in ([too_long[0]], too_long):
-        with pytest.raises(ValueError, match=f"{limit + 1} tokens and the model has learned {limit}"):
+        with pytest.raises(ValueError, match=rf"{limit + 1} tokens.*{limit}"):
             engine.loss(wrong)
-    with pytest.raises(ValueError, match="has learned"):
+    with pytest.raises(ValueError, match="learned"):
         engine.loss(torch.cat([too_long, too_long], 1), position_ids=torch.arange(limit + 1).repeat(1, 2))
 
 
 @pytest.mark.parametrize("lengths", [(64, 64, 64, 64), (64, 60, 56, 52)])
 def test_memory_limits_hold_for_all_sequences_together(lengths: tuple[int, ...], model: Any, in_float64: None) -> None:
-    """Alike or not: those that come later have what is left, and one that is alone again has all of it."""
-    documents, limit = documents_of(lengths), 200_000
-    engine = check_alike(model, documents, 1e-10, gpu_memory=limit, page_size=4, keep_attention=False)
+    """Later sequences get what is left, and a sequence that is alone again gets all of it."""
+    documents, limit = make_documents(lengths), 200_000
+    engine = check_matches_one_at_a_time(model, documents, 1e-10, gpu_memory=limit, page_size=4, keep_attention=False)
     assert 0 < engine.stats.gpu_peak_bytes <= limit and engine.stats.host_peak_bytes
     engine.reset_stats()
     engine.loss([documents[0]]).backward()
