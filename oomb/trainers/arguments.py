@@ -1,4 +1,4 @@
-"""Which training arguments and batch fields the engine takes over, and which it rejects."""
+"""Translate training arguments and batch fields for the engine, and reject those that it cannot honor."""
 
 from __future__ import annotations
 
@@ -14,47 +14,43 @@ from oomb.engine.optim import OffloadedAdamW
 from oomb.ops.logprob import IGNORE_INDEX
 
 INPUTS = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
-
-
+"""The batch fields that the engine reads."""
 FLASH_INPUTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
-"""What collators add for flash kernels; position_ids say the same."""
-
-
+"""What collators add for flash attention. `position_ids` carry the same information."""
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-"""Releases of transformers have the second name alone, or both for the same thing."""
-
-
+"""Older releases of transformers have only the second name, newer ones both for the same switch."""
 NO_CHECKPOINTING = dict.fromkeys(CHECKPOINTING, False) | {f"{name}_kwargs": None for name in CHECKPOINTING}
 
 
 def offloaded_optimizer(name: str, args: TrainingArguments) -> tuple[type[OffloadedAdamW], dict[str, Any]]:
-    """The class and the settings of the optimizer that is called so. Refuses names that are not known and settings that
-    contradict it."""
+    """Return the class and the keyword arguments of an offloaded optimizer by name. Raises ValueError if the name is
+    unknown or contradicts the training arguments."""
     if name not in OFFLOADED_STATES:
         raise ValueError(f"optimizer is {name!r}; use one of {', '.join(OFFLOADED_STATES)}, or None for args.optim")
     optim = getattr(args.optim, "value", args.optim)
     if not optim.startswith("adamw"):
-        raise ValueError(f"optimizer={name!r} and optim={optim!r} are two choices: leave one of them out")
+        raise ValueError(f"optimizer={name!r} contradicts optim={optim!r}: leave one of them out")
     options = parse_optim_args(args.optim_args)
     state_dtype = OFFLOADED_STATES[name]
     if name != "offloaded_adamw" and options.get("state_dtype", state_dtype) != state_dtype:
         raise ValueError(
-            f"optimizer={name!r} and state_dtype={options['state_dtype']} of optim_args are two choices: leave one of "
-            "them out"
+            f"optimizer={name!r} contradicts state_dtype={options['state_dtype']} in optim_args: leave one of them out"
         )
     rates = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return OffloadedAdamW, {**rates, "state_dtype": state_dtype, **options}
 
 
 def layout_of(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Where documents begin and end in the batch, as `Engine.loss` takes it."""
+    """Return the fields of a batch that tell where its documents begin and end, as `Engine.loss` takes them."""
     return {name: inputs.get(name) for name in ("attention_mask", "position_ids")}
 
 
 def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with labels: its own, or its `input_ids` less the padding. Those of documents' first tokens are
-    -100 where the mask numbers documents: nothing predicts them, and transformers would count them. Does not wait for
-    the device."""
+    """Return the batch with labels: its own, or its `input_ids` without the padding.
+
+    If the mask numbers documents, the first token of each document gets the label -100: nothing predicts it, but
+    transformers would count it. Does not sync with the device.
+    """
     if "input_ids" not in inputs:
         return inputs
     labels, mask = inputs.get("labels"), inputs.get("attention_mask")
@@ -67,15 +63,16 @@ def with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_inputs(inputs: dict[str, Any]) -> list[str]:
-    """What of a batch the engine would ignore."""
+    """Return the fields of a batch that the engine would ignore."""
     known = INPUTS | FLASH_INPUTS if inputs.get("position_ids") is not None else INPUTS
     return [name for name, value in inputs.items() if name not in known and value is not None]
 
 
 def check_inputs(inputs: dict[str, Any]) -> None:
+    """Raise ValueError if the batch lacks token ids or has fields that the engine would ignore."""
     if "input_ids" not in inputs:
         raise ValueError(
-            f"the batch has no input_ids, only {', '.join(inputs) or 'nothing'}; the engine reads token ids"
+            f"the batch has no input_ids, only {', '.join(inputs) or 'nothing'}: let the data collator return token ids"
         )
     if unknown := unknown_inputs(inputs):
         raise ValueError(
@@ -85,58 +82,59 @@ def check_inputs(inputs: dict[str, Any]) -> None:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """What the engine could not honour is refused, with what to do instead: silence would train another model."""
+    """Raise ValueError for arguments that the engine cannot honor, with what to do instead."""
     if args.world_size > 1:
         raise ValueError(
-            f"oomb.Trainer runs in one process and was started in {args.world_size}: run it with python, not torchrun"
+            f"oomb.Trainer runs in one process, but {args.world_size} were started: run it with python, not torchrun"
         )
     if args.fsdp or args.deepspeed:
         raise ValueError("oomb.Trainer does not work with fsdp or deepspeed: leave them out of the TrainingArguments")
     if args.label_smoothing_factor:
         raise ValueError(
-            f"label_smoothing_factor is {args.label_smoothing_factor}; it takes logits, which the engine never holds: "
-            "set it to 0"
+            f"label_smoothing_factor is {args.label_smoothing_factor}, but label smoothing needs the logits of the "
+            "whole sequence, which the engine never holds: set it to 0"
         )
     if args.neftune_noise_alpha is not None:
         raise ValueError(
-            "neftune_noise_alpha scales its noise by the length of the input, which is a chunk here: set it to None"
+            "neftune_noise_alpha scales its noise by the input length, which would be that of a chunk: set it to None"
         )
     if args.torch_compile:
         raise ValueError(
-            "torch_compile compiles the whole model, which the engine does not call: leave it out; "
-            'oomb.Config(fuse="compile") compiles layer by layer'
+            "torch_compile compiles the whole model, which the engine never calls: leave it out; "
+            'oomb.Config(fuse="compile") compiles each layer'
         )
 
 
 def without_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """Return the arguments with everything switched off that the engine does itself."""
+    """Return the arguments with gradient checkpointing off, with a warning if it was on: the engine recomputes by itself."""
     if asks_for_checkpointing(args):
-        warn_checkpointing_off("TrainingArguments asks for gradient checkpointing (activation checkpointing)")
-    # transformers would split every batch over the GPUs with DataParallel, around a forward that is never called.
+        warn_checkpointing_off("TrainingArguments turn on gradient checkpointing (activation checkpointing)")
+    # With several GPUs, transformers would wrap the model in DataParallel, whose forward is never called.
     return with_settings(args, **NO_CHECKPOINTING, _n_gpu=min(args.n_gpu, 1))
 
 
 def without_offloading(args: Any) -> Any:
-    """Return the arguments of a TRL trainer with everything switched off that the engine does itself. TRL's configs ask
-    for gradient checkpointing by default, so switching that off is no news."""
+    """Return TRL's arguments with gradient checkpointing and activation offloading off. Warns only about offloading:
+    checkpointing is on by default in TRL, so the user did not ask for it."""
     if getattr(args, "activation_offloading", False):
         warnings.warn(
-            "activation_offloading=True is switched off: the engine holds the activations of one chunk. To move K and "
-            "V to the host, set gpu_memory in engine_config=oomb.Config(...).",
+            "activation_offloading=True has no effect: the engine keeps the activations of one chunk. To move keys and "
+            "values to host memory, set gpu_memory in engine_config=oomb.Config(...).",
             stacklevel=4,
         )
     return with_settings(args, **NO_CHECKPOINTING, activation_offloading=False)
 
 
 def asks_for_checkpointing(args: Any) -> bool:
+    """Return whether training arguments turn on gradient checkpointing."""
     return any(getattr(args, name, False) for name in CHECKPOINTING)
 
 
 def with_settings(args: Any, **settings: Any) -> Any:
-    """Return training arguments with these settings, without those of them that `args` does not know.
+    """Return training arguments with these settings, as far as `args` has them.
 
-    The caller's object stays as it is: where a setting differs, this is a shallow copy, which keeps the device setup
-    that is cached on the object. Otherwise it is the same object.
+    Does not change the caller's object: if a setting differs, this is a shallow copy, which keeps the device setup that
+    is cached on the object.
     """
     changed = {name: value for name, value in settings.items() if getattr(args, name, value) != value}
     if changed:
@@ -147,9 +145,10 @@ def with_settings(args: Any, **settings: Any) -> Any:
 
 
 def warn_checkpointing_off(what: str) -> None:
+    """Warn that gradient checkpointing is switched off. `what` says where it was on."""
     warnings.warn(
-        f"{what}. It is switched off: the engine recomputes chunk by chunk and needs no more. To recompute each layer "
-        "within a chunk as well, pass engine_config=oomb.Config(checkpoint_layers=True).",
-        # The line that makes the trainer.
+        f"{what}. It is switched off: the engine recomputes each chunk by itself. To recompute each layer within a "
+        "chunk as well, pass engine_config=oomb.Config(checkpoint_layers=True).",
+        # Points at the line that creates the trainer.
         stacklevel=4,
     )

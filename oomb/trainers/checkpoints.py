@@ -1,12 +1,7 @@
-"""Checkpoints as folders on disk. What bears a checkpoint's name is whole, whatever ends the process that wrote it.
+"""Write, verify, find and delete checkpoint folders.
 
-    .checkpoint-6.partial-4711/checkpoint-6    being written by process 4711
-    checkpoint-6                               whole: its manifest, written last, lists every file
-    .checkpoint-6.old-4711                     an earlier one of that name, until the new one is in its place
-    .checkpoint-2.gone-4711                    being deleted
-
-Files reach the disk before the folder gets its name, and a folder loses its name before its files are deleted. So a
-kill leaves hidden folders at most, and the next run clears them away.
+A folder named `checkpoint-6` is complete, whatever ended the process that wrote it: `oomb.utils.files` renames it into
+place after its files, the manifest among them, have reached the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,31 +24,45 @@ from oomb.utils.checksums import SignedJson, file_crc32, sampled_crc32
 from oomb.utils.units import exact_bytes
 
 MANIFEST = "oomb_manifest.json"
+"""Sizes and checksums of all other files."""
 STATE = "trainer_state.json"
-"""What transformers writes last, and so the sign of a whole checkpoint where there is no manifest."""
+"""transformers writes this file last, so a checkpoint without a manifest counts as complete if it has it."""
 SIGNED = SignedJson("crc32", crc32, indent=1)
 VERSION = 2
-"""Of the manifest. In version 1, checksums of files above 64 MiB cover a sample of them (`sampled_crc32`)."""
+"""Version of the manifest. In version 1, checksums of files above 64 MiB cover only samples (`sampled_crc32`)."""
+
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STEADY_NS = 2 * 10**9
 _verified: set[tuple[Path, tuple[Any, ...]]] = set()
-"""Checkpoints that this process has read in full, with the state of their files then: a resume checks more than once
-and reads once."""
+"""Checkpoints that this process has read in full, with the state of their files at that time. A resume verifies a
+checkpoint more than once and reads it once."""
 
 
 class BrokenCheckpoint(ValueError):
-    """A folder that is to be loaded is no checkpoint, or not all of one."""
+    """The folder to load is not a checkpoint, or is a damaged one."""
 
 
 class CheckpointNotSaved(OSError):
-    """A checkpoint could not be written. Nothing of it is left, and what was there before is still there."""
+    """A checkpoint could not be written. None of it is left, and earlier checkpoints are intact."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of a file."""
+
+    num_bytes: int
+    checksum: int
+    is_sampled: bool
+    """Whether the checksum covers only samples of the file."""
 
 
 @contextmanager
 def write(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Iterator[Path]:
-    """Yields a new place of the same name to write to; it becomes `folder` at the end of the `with`, all of it or
-    nothing. What cannot be written raises `NotSaved`; where `needed_bytes` are not free, or `keep_free_bytes` would not
-    be afterwards, before anything is."""
+    """Yield an empty folder to write to that becomes `folder` at the end of the `with`, or vanishes if that raises.
+
+    Raises `CheckpointNotSaved` if the files cannot be written, and before any is written if fewer than `needed_bytes`
+    plus `keep_free_bytes` are free.
+    """
     folder = folder.absolute()
     try:
         if needed_bytes + keep_free_bytes > files.free_bytes(folder.parent):
@@ -61,17 +71,18 @@ def write(folder: Path, needed_bytes: int = 0, keep_free_bytes: int = 0) -> Iter
             yield partial
             seal(partial)
     except Exception as error:
-        # What was written of it is deleted by now, and does not count as taken.
+        # The partial folder is deleted by now, so the message reports the space without it.
         if not files.is_write_error(error):
             raise
-        raise CheckpointNotSaved(_what_failed(folder, needed_bytes, keep_free_bytes, error)) from error
+        raise CheckpointNotSaved(_describe_failure(folder, needed_bytes, keep_free_bytes, error)) from error
 
 
 def check(folder: Path | str, only: Callable[[str], bool] = lambda name: True) -> None:
-    """Raise `BrokenCheckpoint`, naming the file and an older checkpoint, unless the folder is a whole checkpoint.
+    """Raise `BrokenCheckpoint` unless the folder is a complete checkpoint. The error names the file and an older
+    checkpoint to resume from.
 
-    Of ours every file is read in full and compared with the manifest, or those whose names `only` picks. One of
-    transformers counts once it is finished.
+    Every file is read and compared with the manifest, or only those whose names `only` accepts. A checkpoint that
+    transformers wrote has no manifest; it passes if it is complete.
     """
     folder = Path(folder)
     problem = _problem(folder, only=only)
@@ -80,67 +91,67 @@ def check(folder: Path | str, only: Callable[[str], bool] = lambda name: True) -
 
 
 def instead_of(folder: Path) -> str:
-    """Return what to do when a checkpoint cannot be used: the newest whole one before it, by name."""
+    """Return what to do when a checkpoint cannot be used: resume from the newest complete one before it."""
     match = _CHECKPOINT.fullmatch(folder.name)
     older = [other for other in find(folder.parent) if match is None or step_of(other) < int(match[1])]
     for other in reversed(older):
         if other != folder and _problem(other) is None:
             return f"resume from {other} instead"
-    return f"there is no older whole checkpoint in {folder.parent}"
+    return f"there is no older complete checkpoint in {folder.parent}"
 
 
 def _problem(folder: Path, *, in_full: bool = True, only: Callable[[str], bool] = lambda name: True) -> str | None:
-    """Return what is wrong with a checkpoint, or None. Without `in_full` its files are not read."""
+    """Return what is wrong with a checkpoint, or None. Does not read the files unless `in_full`."""
     if not folder.is_dir():
-        return f"{folder} is no checkpoint: there is no such folder"
+        return f"{folder} is not a checkpoint: no such folder"
     try:
-        entries = _manifest(folder)
+        records = _read_manifest(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{folder} is damaged: {MANIFEST} cannot be read ({error})"
-    if entries is None:
+    if records is None:
         try:
             int(json.loads((folder / STATE).read_text())["global_step"])
         except FileNotFoundError:
-            return f"{folder} is no whole checkpoint: it holds no {STATE}"
+            return f"{folder} is not a complete checkpoint: it has no {STATE}"
         except (OSError, ValueError, KeyError, TypeError) as error:
             return f"{folder} is damaged: {STATE} cannot be read ({error})"
         return None
     try:
-        return _difference(folder, {name: entry for name, entry in entries.items() if only(name)}, in_full)
+        return _difference(folder, {name: record for name, record in records.items() if only(name)}, in_full)
     except OSError as error:
         return f"{folder} is damaged: {error.filename or 'a file'} cannot be read ({error.strerror or error})"
 
 
-def _difference(folder: Path, entries: dict[str, tuple[int, int, bool]], in_full: bool) -> str | None:
-    """Return how the files differ from their manifest, or None."""
-    for name, (size, _, _) in entries.items():
+def _difference(folder: Path, records: dict[str, FileRecord], in_full: bool) -> str | None:
+    """Return how the files differ from the manifest, or None."""
+    for name, record in records.items():
         path = folder / name
         if not path.is_file():
             return f"{folder} is damaged: {name} is missing"
-        if path.stat().st_size != size:
-            return f"{folder} is damaged: {name} has {path.stat().st_size:,} bytes and {size:,} were written"
+        if (size := path.stat().st_size) != record.num_bytes:
+            return f"{folder} is damaged: {name} has {size:,} bytes, but {record.num_bytes:,} were written"
     if not in_full:
         return None
-    now, seen = time.time_ns(), _seen(folder, entries)
-    if (folder.absolute(), seen) in _verified:
+    now, stats = time.time_ns(), _stats(folder, records)
+    if (folder.absolute(), stats) in _verified:
         return None
-    for name, (_, checksum, is_sampled) in entries.items():
-        if (sampled_crc32 if is_sampled else file_crc32)(folder / name) != checksum:
-            return f"{folder} is damaged: {name} is not what was written (its checksum differs)"
-    # A file that has just been written can be written again without a change of its time stamp.
-    if all(now - stat[2] > STEADY_NS for stat in seen):
-        _verified.add((folder.absolute(), seen))
+    for name, record in records.items():
+        if (sampled_crc32 if record.is_sampled else file_crc32)(folder / name) != record.checksum:
+            return f"{folder} is damaged: the checksum of {name} differs"
+    # A file that was written just now can be overwritten without a change of its time stamp.
+    if all(now - stat[2] > STEADY_NS for stat in stats):
+        _verified.add((folder.absolute(), stats))
     return None
 
 
-def _seen(folder: Path, names: Iterable[str]) -> tuple[Any, ...]:
-    """Return what changes when a file of a checkpoint is written to, as far as the file system tells."""
+def _stats(folder: Path, names: Iterable[str]) -> tuple[Any, ...]:
+    """Return what the file system changes when a file of a checkpoint is written to."""
     stats = [(folder / name).stat() for name in (MANIFEST, *names)]
     return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats)
 
 
 def find(output_dir: Path | str) -> list[Path]:
-    """What bears a checkpoint's name in a run's folder, by step, the newest last."""
+    """Return the folders named like checkpoints in a run's folder, sorted by step."""
     if not Path(output_dir).is_dir():
         return []
     found = [path for path in Path(output_dir).iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
@@ -148,16 +159,18 @@ def find(output_dir: Path | str) -> list[Path]:
 
 
 def step_of(folder: Path | str) -> int:
-    """The step in the name of a checkpoint."""
+    """Return the step in a checkpoint's name."""
     match = _CHECKPOINT.fullmatch(Path(folder).name)
     if match is None:
-        raise ValueError(f"{folder} is not named like a checkpoint: checkpoint-100, for example")
+        raise ValueError(f"{folder} is not named like a checkpoint, such as checkpoint-100")
     return int(match[1])
 
 
 def latest(output_dir: Path | str, *, in_full: bool = True) -> Path | None:
-    """The newest whole checkpoint of a run, or None. Damaged ones are passed over with a warning. Without `in_full`
-    only names and sizes of files are looked at: enough for a message."""
+    """Return the newest complete checkpoint of a run, or None. Skips damaged ones with a warning.
+
+    Without `in_full` it compares only names and sizes of files, which is enough for a message.
+    """
     for folder in reversed(find(output_dir)):
         problem = _problem(folder, in_full=in_full)
         if problem is None:
@@ -167,8 +180,11 @@ def latest(output_dir: Path | str, *, in_full: bool = True) -> Path | None:
 
 
 def set_aside(output_dir: Path, resumed: Path | None, keep: set[Path] | None = None) -> None:
-    """Move the checkpoints of an earlier run out of the way of one that started from `resumed`, or from the first step:
-    it would resume from them as the newest, and delete its own in their favor. Those in `keep` stay."""
+    """Move an earlier run's checkpoints to a subfolder, except those in `keep`.
+
+    A run that starts from `resumed`, or from scratch, must not resume later from checkpoints of an abandoned run, nor
+    rotate its own away because those have higher steps.
+    """
     kept = {path.resolve() for path in [*(keep or ()), *([resumed] if resumed is not None else [])]}
     is_here = resumed is not None and resumed.parent.resolve() == output_dir.resolve()
     match = _CHECKPOINT.fullmatch(resumed.name) if resumed is not None and is_here else None
@@ -179,14 +195,14 @@ def set_aside(output_dir: Path, resumed: Path | None, keep: set[Path] | None = N
     ]
     if not folders:
         return
-    # A name that `push_to_hub` leaves out.
+    # `push_to_hub` skips names that begin with an underscore.
     numbered = (output_dir / f"_replaced-{number}" for number in range(1, 1_000_000))
     aside = next(path for path in numbered if not path.exists())
     aside.mkdir()
-    # The newest last: if this process is killed in between, the earlier run can still be resumed from its newest one.
+    # The newest last: if this process is killed meanwhile, the earlier run can still resume from its newest one.
     for folder in folders:
         if folder.is_symlink():
-            # Its target may be relative to the folder that it is in.
+            # The target of a link may be relative to the folder of the link.
             (aside / folder.name).symlink_to(folder.resolve())
             folder.unlink()
         else:
@@ -201,17 +217,17 @@ def set_aside(output_dir: Path, resumed: Path | None, keep: set[Path] | None = N
 
 
 def rotate(output_dir: Path, limit: int | None, keep: set[Path]) -> None:
-    """Deletes the oldest checkpoints above the limit, those to keep excepted."""
+    """Delete the oldest checkpoints above the limit, except those to keep."""
     for folder in surplus(output_dir, limit, keep):
         remove_or_warn(folder)
 
 
 def surplus(output_dir: Path, limit: int | None, keep: set[Path], num_new: int = 0) -> list[Path]:
-    """The oldest checkpoints above the limit, those to keep excepted, once there are `num_new` more."""
+    """Return which checkpoints `rotate` would delete if there were `num_new` more."""
     if limit is None or limit <= 0:
         return []
     kept = {path.resolve() for path in keep}
-    # One that lies elsewhere, the best of another run for example, takes no place here.
+    # A checkpoint elsewhere, such as the best one of another run, does not count against the limit.
     num_kept = sum(path.parent.resolve() == output_dir.resolve() for path in keep)
     folders = find(output_dir)
     num_surplus = len(folders) + num_new - max(limit, num_kept)
@@ -219,7 +235,7 @@ def surplus(output_dir: Path, limit: int | None, keep: set[Path], num_new: int =
 
 
 def remove_or_warn(folder: Path) -> None:
-    """A checkpoint that cannot be deleted takes room, and is no reason to end the run that has just written another."""
+    """Delete a checkpoint. A failure is only a warning: it must not end the run that has just written another one."""
     try:
         files.remove_folder(folder)
     except OSError as error:
@@ -227,7 +243,7 @@ def remove_or_warn(folder: Path) -> None:
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest: the list of all files with their sizes and checksums."""
+    """Write the manifest of a folder."""
     entries = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": file_crc32(path)}
         for path in sorted(folder.rglob("*"))
@@ -237,12 +253,12 @@ def seal(folder: Path) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return about how many bytes the weights of a model take when it is saved; of adapters, theirs alone."""
+    """Return about how many bytes `save_pretrained` writes: all weights, or only the adapters of a PEFT model."""
     is_adapter = hasattr(model, "peft_config")
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not is_adapter)
 
 
-def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: Exception) -> str:
+def _describe_failure(folder: Path, needed_bytes: int, keep_free_bytes: int, error: Exception) -> str:
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error) or type(error).__name__
     else:
@@ -250,35 +266,34 @@ def _what_failed(folder: Path, needed_bytes: int, keep_free_bytes: int, error: E
     try:
         free = f"{exact_bytes(files.free_bytes(folder.parent))} are free in {folder.parent}"
     except OSError as second:
-        free = f"{folder.parent} cannot be asked for its free space ({second})"
+        free = f"the free space in {folder.parent} is unknown ({second})"
     needed = f"it takes about {exact_bytes(needed_bytes)}, " if needed_bytes else ""
-    needed += (
-        f"{exact_bytes(keep_free_bytes)} are to stay free for what is saved at the end, " if keep_free_bytes else ""
-    )
+    if keep_free_bytes:
+        needed += f"{exact_bytes(keep_free_bytes)} must stay free for the final save, "
     try:
-        there = find(folder.parent)
-        before = (
-            f"the other checkpoints are as they were, the newest is {there[-1].name}" if there else "there is no other"
-        )
+        others = find(folder.parent)
+        rest = f"the other checkpoints are intact, the newest is {others[-1].name}" if others else "there is no other"
     except OSError as second:
-        before = f"what else is there cannot be listed ({second.strerror or second})"
-    return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {before}"
+        rest = f"the other checkpoints cannot be listed ({second.strerror or second})"
+    return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {rest}"
 
 
-def _manifest(folder: Path) -> dict[str, tuple[int, int, bool]] | None:
-    """Return bytes and checksum of every file, and whether that covers a sample of it; None where there is no manifest.
-    Raises where it is not as it was written."""
+def _read_manifest(folder: Path) -> dict[str, FileRecord] | None:
+    """Return the record of every file, or None if there is no manifest. Raises if the manifest was changed."""
     path = folder / MANIFEST
     try:
-        # Editors and copies may change how its lines end, and nothing else.
+        # Editors and copies may change line endings, and nothing else.
         text = path.read_bytes().decode().replace("\r\n", "\n").rstrip("\n")
     except FileNotFoundError:
         return None
     manifest = json.loads(text)
     version = manifest["version"]
     if version not in (1, VERSION):
-        raise ValueError(f"its version is {version!r}; this release of oomb reads {VERSION}")
+        raise ValueError(f"its version is {version!r}, but this release of oomb reads {VERSION}")
     if version == VERSION and text != SIGNED.dumps(manifest):
         raise ValueError("its checksum differs")
     entries: dict[str, Any] = manifest["files"]
-    return {name: (int(entry["bytes"]), int(entry["crc32"]), version == 1) for name, entry in entries.items()}
+    return {
+        name: FileRecord(int(entry["bytes"]), int(entry["crc32"]), is_sampled=version == 1)
+        for name, entry in entries.items()
+    }

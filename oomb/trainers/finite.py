@@ -1,5 +1,4 @@
-"""Trainers that stop at NaN and infinity: before a loss or a gradient reaches the weights, and before weights reach a
-checkpoint."""
+"""Stop training before a NaN or infinite loss or gradient reaches the weights, or such weights reach a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,48 +14,59 @@ import transformers
 from torch import Tensor
 
 ADVICE = (
-    "Lower the learning rate, clip gradients (max_grad_norm), use bfloat16 or float32 if this was float16, or take "
-    "these examples out of the data"
+    "Lower the learning rate, clip gradients (max_grad_norm), use bfloat16 or float32 instead of float16, or remove "
+    "these examples from the data"
 )
-MOST_NAMED = 4
-"""Examples and parameters in a message."""
+MAX_NAMED = 4
+"""Most examples or parameters in a message."""
 
 
 class NonFiniteError(ArithmeticError):
-    """Training stopped because a loss, a gradient norm or a weight is NaN or infinite."""
+    """Training stopped because a loss, a gradient norm or a weight is NaN or infinite.
+
+    Args:
+        message: what is not finite, where, and what to do about it.
+        step: the optimizer step that did not finish, counted from 1.
+        examples: the training examples of the batches at fault.
+        weights_lost: whether the weights themselves are not finite. If not, they are those of the step before.
+
+    Example:
+        >>> import oomb
+        >>> error = oomb.NonFiniteError("the loss is nan in step 7 of 100", step=7, examples=["example 12"])
+        >>> error.step, error.weights_lost
+        (7, False)
+    """
 
     def __init__(self, message: str, *, step: int, examples: list[str], weights_lost: bool = False) -> None:
         super().__init__(message)
         self.step = step
-        """The optimizer step, counted from 1, that was not finished."""
         self.examples = examples
-        """The training examples of the batches at fault."""
         self.weights_lost = weights_lost
-        """Whether the weights themselves are not finite. If not, they are those of the step before."""
 
 
 class FiniteSteps(transformers.Trainer):
     """A `transformers.Trainer` that keeps NaN and infinity out of the weights.
 
-    Training stops with `NonFiniteError` at the first step whose loss or gradient norm is not finite, after skipping up
-    to `max_skipped_steps` of them. None: nothing is checked.
+    Args:
+        max_skipped_steps: how many steps with a NaN or infinite loss or gradient norm to skip before training stops
+            with `NonFiniteError`. None turns the checks off.
     """
 
     def __init__(self, *positional: Any, max_skipped_steps: int | None = 0, **options: Any) -> None:
         is_number = isinstance(max_skipped_steps, int) and not isinstance(max_skipped_steps, bool)
         if max_skipped_steps is not None and not (is_number and max_skipped_steps >= 0):
             raise ValueError(
-                f"max_skipped_steps is {max_skipped_steps!r}; use a whole number, 0 or more, or None for no check"
+                f"max_skipped_steps is {max_skipped_steps!r}; use an integer, 0 or more, or None for no checks"
             )
         self.max_skipped_steps = max_skipped_steps
         self.num_skipped_steps = 0
-        """Steps that were skipped so far, those before a resume included."""
+        """Steps skipped so far, including those before a resume."""
         self._batches: list[Any] = []
-        """Of the step under way."""
+        """The batches of the current step."""
         self._num_computed = 0
-        """How many of them have a loss."""
+        """How many of them have a loss by now."""
         self._is_bad = False
-        """Whether the step under way is to be skipped."""
+        """Whether to skip the current step."""
         self._infinite_from_the_start: set[str] = set()
         super().__init__(*positional, **options)
 
@@ -73,20 +83,20 @@ class FiniteSteps(transformers.Trainer):
         return loss
 
     def _get_grad_norm(self, *positional: Any, **options: Any) -> Any:
-        """Called once a step, after the last backward and right before the optimizer."""
+        """Check the norm. transformers calls this once per step, after the last backward and before the optimizer."""
         norm = super()._get_grad_norm(*positional, **options)
-        # With fp16=True a scaler looks for gradients that overflow, skips such steps itself and lowers its scale.
+        # With fp16=True a gradient scaler skips steps that overflow and lowers its scale.
         is_scaled = getattr(self.accelerator, "scaler", None) is not None
         is_finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
         if self.max_skipped_steps is not None and not (is_finite or is_scaled or self._is_bad):
             self._stop_or_skip(f"the gradient norm is {float(norm)}")
         if self._is_bad:
-            # Without gradients the optimizer changes neither weights nor states.
+            # Without gradients the optimizer changes nothing.
             self.model.zero_grad(set_to_none=True)
         return norm
 
     def _stop_or_skip(self, what: str, only: int | None = None) -> None:
-        """`only`: the batch at fault, where it is known."""
+        """Skip the current step, or raise if no more may be skipped. `only` is the batch at fault, if known."""
         assert self.max_skipped_steps is not None
         step, examples = self.state.global_step + 1, self._describe_examples(only)
         where = f"{what} in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}"
@@ -94,63 +104,65 @@ class FiniteSteps(transformers.Trainer):
             self.num_skipped_steps += 1
             self._is_bad = True
             count = f"{self.num_skipped_steps:,} of at most {self.max_skipped_steps:,}"
-            warnings.warn(f"{where}: the step is skipped ({count})", stacklevel=2)
+            warnings.warn(f"{where}: skipping the step ({count})", stacklevel=2)
             return
         skipped = f", with {self.num_skipped_steps:,} steps skipped before" if self.num_skipped_steps else ""
         raise NonFiniteError(
-            f"{where}: training stopped{skipped}. The optimizer has not used it: the weights are those of step "
-            f"{step - 1:,}. {ADVICE}. To train past such steps, set max_skipped_steps",
+            f"{where}: training stopped{skipped}. The optimizer did not step: the weights are those of step "
+            f"{step - 1:,}. {ADVICE}. To skip such steps, set max_skipped_steps",
             step=step,
             examples=examples,
         )
 
     def note_weights(self) -> None:
-        """Remember which weights are not finite before training: a bias of -inf on unused tokens, for example."""
+        """Remember which weights are not finite before training, such as a bias of -inf on unused tokens."""
         if self.max_skipped_steps is not None:
             self._infinite_from_the_start = set(nonfinite_names(self._trained()))
 
     def _trained(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the trained parameters by name."""
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def check_weights_finite(self) -> None:
-        """Raise if the last update has made trained weights NaN or infinite."""
+        """Raise if the last update made trained weights NaN or infinite."""
         if self.max_skipped_steps is None:
             return
         if lost := [name for name in nonfinite_names(self._trained()) if name not in self._infinite_from_the_start]:
             step, examples = self.state.global_step + 1, self._describe_examples()
             raise NonFiniteError(
                 f"the update in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}, made weights NaN "
-                f"or infinite: {_some(lost)}. They will not be saved. {ADVICE}",
+                f"or infinite: {_shortened(lost)}. They will not be saved. {ADVICE}",
                 step=step,
                 examples=examples,
                 weights_lost=True,
             )
 
     def _describe_examples(self, only: int | None = None) -> list[str]:
-        """Return what the batches of the step hold, as a person finds it in the data set."""
-        chosen = range(len(self._batches)) if only is None else [only]
+        """Return where to find the examples of the step's batches in the dataset, or how they begin."""
+        indices = range(len(self._batches)) if only is None else [only]
         numbers: list[list[int]] = []
-        # A data set may have no indices, or an order that is not reproducible. The batches themselves are always known.
+        # A dataset may have no indices, or an order that cannot be reproduced. The batches themselves are always known.
         with suppress(Exception):
             numbers = self._example_numbers()
         found: list[str] = []
-        for at in chosen:
-            ids = self._batches[at].get("input_ids") if hasattr(self._batches[at], "get") else None
+        for index in indices:
+            ids = self._batches[index].get("input_ids") if hasattr(self._batches[index], "get") else None
             texts = [self._beginning(row) for row in ids] if isinstance(ids, Tensor) else []
-            known = numbers[at] if at < len(numbers) else []
+            known = numbers[index] if index < len(numbers) else []
             where = getattr(self.train_dataset, "where", None)
             if known and where is not None:
                 found += [f"example {number:,} ({where(number)})" for number in known]
             elif known:
                 found += [f"example {number:,}{text}" for number, text in zip(known, texts, strict=False)]
             else:
-                found += [f"an example{text}" for text in texts] or [f"batch {at + 1} of the step"]
-        return [*found[:MOST_NAMED], f"{len(found) - MOST_NAMED:,} more"] if len(found) > MOST_NAMED else found
+                found += [f"an example{text}" for text in texts] or [f"batch {index + 1} of the step"]
+        return [*found[:MAX_NAMED], f"{len(found) - MAX_NAMED:,} more"] if len(found) > MAX_NAMED else found
 
     def _example_numbers(self) -> list[list[int]]:
-        """Return the numbers in the data set of each batch of the step.
+        """Return the dataset indices of each batch of the step, or nothing if they cannot be determined.
 
-        The sampler is asked for its order again, as for a resume; what it gives is compared with the batches."""
+        Draws the sampler's order again, as a resume does, and compares the examples with the batches.
+        """
         loader: Any = self.callback_handler.train_dataloader
         num_steps = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
         epoch, step = divmod(self.state.global_step, num_steps)
@@ -171,28 +183,29 @@ class FiniteSteps(transformers.Trainer):
         return numbers
 
     def _beginning(self, ids: Tensor) -> str:
-        """Return the first words of an example, where there is a tokenizer to read them."""
+        """Return the first words of an example, or its first token ids if there is no tokenizer."""
         decode = getattr(self.processing_class, "decode", None)
         if decode is None:
-            return f", whose token ids begin {ids[:8].tolist()}"
-        return f', which begins "{" ".join(str(decode(ids[:32].tolist())).split())}"'
+            return f", which begins with the token ids {ids[:8].tolist()}"
+        return f', which begins with "{" ".join(str(decode(ids[:32].tolist())).split())}"'
 
 
 def nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold a NaN or an infinity. Reads each once; waits once for each device."""
+    """Return the names of the tensors with NaN or infinite values. Reads each tensor once, syncs once per device."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             groups.setdefault((tensor.device, tensor.dtype), []).append((name, tensor.detach()))
     lost: list[str] = []
     for group in groups.values():
-        # The largest magnitudes: no copies of the tensors, and unlike a sum they cannot overflow.
+        # The largest magnitude needs no copy of the tensor and, unlike a sum, cannot overflow.
         peaks = torch._foreach_norm([tensor for _, tensor in group], float("inf"))
         is_finite = torch.stack(peaks).isfinite().tolist()
         lost += [name for (name, _), finite in zip(group, is_finite, strict=True) if not finite]
     return lost
 
 
-def _some(names: list[str]) -> str:
-    rest = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {rest:,} more" if rest > 0 else "")
+def _shortened(names: list[str]) -> str:
+    """Return the first few names."""
+    rest = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {rest:,} more" if rest > 0 else "")

@@ -1,7 +1,7 @@
-"""A `transformers.Trainer` that writes checkpoints whole or not at all, and resumes as if it had never stopped.
+"""Extend `transformers.Trainer` with complete checkpoints and with resumes that continue bit for bit.
 
-Most of what a run needs to go on is in transformers' checkpoints. The rest is here: what happens where the disk is full
-or the process is killed, saving in the middle of a step, and the few things on which a resumed run would differ.
+transformers' checkpoints hold most of what a run needs. This module adds the rest: full disks, killed processes, saving
+between steps, and the few states that transformers does not restore.
 """
 
 from __future__ import annotations
@@ -27,46 +27,51 @@ from oomb.utils import files
 from oomb.utils.lock import locked
 
 EXTRA_STATE = "oomb_state.json"
-"""What a run needs to go on as it was and transformers does not save: the seed of the data's order, and the loss of the
-steps since the last logged one."""
+"""What transformers does not save: the seed of the data order, the loss since the last log, and skipped steps."""
 ADAPTER = "adapter_model.*"
-"""Weights of an adapter, as PEFT calls the file."""
+"""PEFT's file name for adapter weights."""
 
 
 class ResumableTrainer(FiniteSteps):
-    """A `transformers.Trainer` whose checkpoints are whole or not there, and from which a run goes on as if it had
-    never stopped. Put it before another trainer of the same family among the bases of a class, and that one's are."""
+    """A `transformers.Trainer` whose checkpoints are complete or absent, and from which a run continues bit for bit.
+
+    As a mixin, it goes before another transformers trainer in the list of base classes.
+    """
 
     control: TrainerControl
     _tr_loss: Tensor
 
     def __init__(self, *positional: Any, **options: Any) -> None:
         self.holds_lock = False
-        """Whether whoever made the trainer keeps other runs out of `output_dir` already."""
+        """Whether the caller has locked `output_dir` already."""
         self._staging: Path | None = None
         self._step_end: StepSnapshot | None = None
         self._newest: Path | None = None
-        """The checkpoint that was last written, resumed from or loaded."""
+        """The checkpoint that was written, resumed from or loaded last."""
         self._saved_step: int | None = None
         self._resumed: Path | None = None
         """The checkpoint that was resumed from."""
-        self._rest: dict[str, Any] = {}
-        """What `oomb_state.json` of that checkpoint holds."""
+        self._extra_state: dict[str, Any] = {}
+        """The contents of its `oomb_state.json`."""
         self._has_saved = False
         """Whether this call of `train` has written a checkpoint."""
         self._data_seed: int | None = None
         self.is_stepping = False
-        """From the beginning of an optimizer's step until all that belongs to it is on record."""
+        """Whether the optimizer is stepping, so weights and states may belong to different steps."""
         self.keep_free_bytes = 0
-        """What every checkpoint must leave free on its disk, for what is saved at the end."""
+        """Disk space that every checkpoint must leave for the final save."""
         self.about_to_delete: Callable[[], list[Path]] = list
-        """Asked for checkpoints that a callback deletes as soon as the next one is written."""
+        """Returns checkpoints that a callback will delete once the next one is written."""
         super().__init__(*positional, **options)
         self.add_callback(_Steps(self))
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *positional: Any, **options: Any) -> Any:
-        """Train, as in transformers. `True` resumes from the newest whole checkpoint in `output_dir`. A damaged
-        checkpoint that is named is refused before anything is loaded; the error names the file."""
+        """Train as `transformers.Trainer.train` does.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete checkpoint in `output_dir`. A
+                damaged folder raises `BrokenCheckpoint` before anything is loaded; the error names the file.
+        """
         output_dir = Path(self.args.output_dir)
         with ExitStack() as stack:
             if self.args.should_save and not self.holds_lock:
@@ -83,7 +88,7 @@ class ResumableTrainer(FiniteSteps):
             folder = checkpoints.latest(output_dir)
             if folder is None:
                 raise ValueError(
-                    f"there is no whole checkpoint in {output_dir} to resume from: "
+                    f"there is no complete checkpoint in {output_dir} to resume from: "
                     f"{', '.join(path.name for path in checkpoints.find(output_dir)) or 'none'} found"
                 )
         elif resume_from_checkpoint:
@@ -91,23 +96,26 @@ class ResumableTrainer(FiniteSteps):
             checkpoints.check(folder)
         if folder is not None and not (folder / "optimizer.pt").is_file():
             warnings.warn(
-                f"{folder} holds weights alone (save_only_model=True): the optimizer, the schedule and the random "
-                "numbers start anew, so the losses will not be those of a run that was never stopped",
+                f"{folder} has only weights (save_only_model=True): optimizer, schedule and random numbers start from "
+                "scratch, so the losses will differ from those of an uninterrupted run",
                 stacklevel=3,
             )
         self._step_end, self._newest, self._saved_step, self.is_stepping = None, folder, None, False
         self._resumed, self._has_saved = folder, False
-        rest = None if folder is None else folder / EXTRA_STATE
-        self._rest = json.loads(rest.read_text()) if rest is not None and rest.is_file() else {}
-        self.num_skipped_steps = self._rest.get("num_skipped_steps", 0)
+        path = None if folder is None else folder / EXTRA_STATE
+        self._extra_state = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+        self.num_skipped_steps = self._extra_state.get("num_skipped_steps", 0)
         return folder
 
     def save_checkpoint(self) -> Path | None:
-        """A checkpoint of the last step that was finished, now: also when the step after it has been broken off, by
-        Ctrl-C or a signal. Returns its folder, or None where no step has been done yet. Raises `NotSaved`."""
+        """Save a checkpoint of the last finished step and return its folder, or None before the first step.
+
+        Works after an interrupt within the next step, by Ctrl-C or a signal, unless the optimizer was stepping. Raises
+        `CheckpointNotSaved` if the checkpoint cannot be written.
+        """
         if self.is_stepping:
-            kept = f"the newest checkpoint is {self._newest}" if self._newest else "there is no earlier checkpoint"
-            raise RuntimeError(f"the optimizer was stopped in the middle of its step, which cannot be saved; {kept}")
+            newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no earlier checkpoint"
+            raise RuntimeError(f"cannot save a checkpoint: the optimizer was interrupted within its step; {newest}")
         if self._step_end is None:
             return self._newest
         is_saved = self._newest is not None and self._newest.is_dir() and self._saved_step == self.state.global_step
@@ -118,16 +126,15 @@ class ResumableTrainer(FiniteSteps):
         return self._newest
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Raises `NotSaved`."""
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"checkpoint-{self.state.global_step}"
         if not self._has_saved:
-            # Not before: a run that never saves has nothing to put in their place.
+            # Not earlier: a run that never saves has nothing to replace them with.
             try:
                 checkpoints.set_aside(run_dir, self._resumed, self._to_keep(folder) - {folder})
             except OSError as error:
                 raise checkpoints.CheckpointNotSaved(
-                    f"{folder} was not written: checkpoints of an earlier run could not be moved out of its way "
+                    f"{folder} was not written: checkpoints of an earlier run could not be moved aside "
                     f"({error.strerror or error})"
                 ) from error
         keep_free_bytes = self._still_to_keep_free(run_dir, folder)
@@ -140,9 +147,13 @@ class ResumableTrainer(FiniteSteps):
             if self.state.best_model_checkpoint == str(partial):
                 self.state.best_model_checkpoint = str(folder)
                 self.state.save_to_json(str(partial / checkpoints.STATE))
-            rest = {"data_seed": self._data_seed, "last_logged_step": self._globalstep_last_logged}
-            rest["num_skipped_steps"] = self.num_skipped_steps
-            (partial / EXTRA_STATE).write_text(json.dumps({**rest, "loss_since": float(self._tr_loss)}))
+            extra_state = {
+                "data_seed": self._data_seed,
+                "last_logged_step": self._globalstep_last_logged,
+                "num_skipped_steps": self.num_skipped_steps,
+                "loss_since": float(self._tr_loss),
+            }
+            (partial / EXTRA_STATE).write_text(json.dumps(extra_state))
         self._newest, self._saved_step, self._has_saved = folder, self.state.global_step, True
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
@@ -153,40 +164,40 @@ class ResumableTrainer(FiniteSteps):
         return {newest} | ({Path(best)} if best else set())
 
     def _still_to_keep_free(self, run_dir: Path, folder: Path) -> int:
-        """`keep_free_bytes` but for what older checkpoints give back when they go, right after this one."""
+        """Return `keep_free_bytes` less the size of the checkpoints that this one will replace."""
         if not self.keep_free_bytes:
             return 0
-        going: set[Path] = set()
-        with suppress(OSError):  # a disk that does not say what is there gives nothing back
-            going |= set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
-            going |= set(self.about_to_delete())
-        return max(0, self.keep_free_bytes - sum(map(files.folder_bytes, going)))
+        deleted: set[Path] = set()
+        with suppress(OSError):  # if the disk cannot be listed, count on nothing
+            deleted |= set(checkpoints.surplus(run_dir, self.args.save_total_limit, self._to_keep(folder), num_new=1))
+            deleted |= set(self.about_to_delete())
+        return max(0, self.keep_free_bytes - sum(map(files.folder_bytes, deleted)))
 
     def _get_output_dir(self, trial: Any) -> str:
-        # While a checkpoint is written, the run is elsewhere.
+        # transformers writes the checkpoint into the hidden folder.
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # Not before it has its name.
+        # Push after the folder has its final name.
         if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _checkpoint_bytes(self) -> int:
-        """What a checkpoint takes, about, and not more: it is refused where there is less."""
+        """Return a lower bound of a checkpoint's size, close to it. With less space none is written."""
         states = [] if self.args.save_only_model else [s for s in self.optimizer.state.values() if isinstance(s, dict)]
         tensors = [x for state in states for x in state.values() if isinstance(x, Tensor)]
         return checkpoints.weight_bytes(self.model) + sum(x.numel() * x.element_size() for x in tensors)
 
     def _run_epoch(self, *positional: Any, **options: Any) -> None:
         if self.state.global_step >= self.state.max_steps:
-            # A finished run that is resumed: transformers counts steps only after the next one.
+            # A finished run was resumed. transformers would notice only after one more step.
             self.control.should_training_stop = True
             return
         super()._run_epoch(*positional, **options)
 
     def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
-        """All that follows a step. A checkpoint that cannot be written is no reason to lose hours of training: it is
-        said aloud and training goes on, unless it was to be the last one."""
+        """Warn and train on if a checkpoint cannot be written, unless it is the last one: hours of training are worth
+        more than a checkpoint."""
         self.is_stepping = False
         self._step_end = StepSnapshot.of(self)
         try:
@@ -195,11 +206,11 @@ class ResumableTrainer(FiniteSteps):
             if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
                 raise
             self.control.should_save = False
-            warnings.warn(f"{error}. TRAINING GOES ON WITHOUT THIS CHECKPOINT.", stacklevel=2)
+            warnings.warn(f"{error}. TRAINING CONTINUES WITHOUT THIS CHECKPOINT.", stacklevel=2)
         self._step_end = StepSnapshot.of(self)
 
     def _evaluate(self, *positional: Any, **options: Any) -> Any:
-        # How often a run is evaluated must not decide what it learns, nor must an evaluation that a stop cuts short.
+        # Evaluating more often, or interrupting an evaluation, must not change the training result.
         before = random_state()
         try:
             return super()._evaluate(*positional, **options)
@@ -207,9 +218,9 @@ class ResumableTrainer(FiniteSteps):
             set_random_state(before)
 
     def get_train_dataloader(self) -> Any:
-        # Where no data_seed is given, whatever seeded torch last decides the order, and need not do so again.
+        # Without a data_seed the order depends on whatever seeded torch last, which a resumed run need not repeat.
         config = self.accelerator.dataloader_config
-        given, resumed = config.data_seed, self._rest.get("data_seed")
+        given, resumed = config.data_seed, self._extra_state.get("data_seed")
         self._data_seed = next(seed for seed in (given, resumed, torch.initial_seed()) if seed is not None)
         config.data_seed = self._data_seed
         try:
@@ -224,8 +235,8 @@ class ResumableTrainer(FiniteSteps):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self._reading(Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # Of several adapters "default" lies in the folder itself, the others in folders within, and some releases of
-        # transformers then read those alone. TRL makes a second one of an adapter that DPO trains.
+        # PEFT saves the adapter "default" in the folder itself and others in subfolders. Some releases of transformers
+        # then load only the subfolders. TRL adds a second adapter, the reference, when DPO trains one.
         folder, model = Path(resume_from_checkpoint), self.model if model is None else model
         if hasattr(model, "get_base_model") and all(any(folder.glob(f"{at}{ADAPTER}")) for at in ("", "*/")):
             active = model.active_adapters[0]
@@ -239,17 +250,17 @@ class ResumableTrainer(FiniteSteps):
         state = self._resumed / checkpoints.STATE if self._resumed is not None else None
         if self._resumed is None or state is None or not state.is_file():
             return result
-        told = json.loads(state.read_text())
-        if (recorded := told.get("best_model_checkpoint")) is None:
+        saved = json.loads(state.read_text())
+        if (recorded := saved.get("best_model_checkpoint")) is None:
             return result
         here = self._resumed.parent / Path(recorded).name
-        found = next((path for path in (here, Path(recorded)) if _is_earlier_in(path, told)), None)
+        found = next((path for path in (here, Path(recorded)) if _is_earlier_in(path, saved)), None)
         self.state.best_model_checkpoint = None if found is None else str(found)
         if found is None:
             score = f" ({self.args.metric_for_best_model} {self.state.best_metric})" if self.state.best_metric else ""
             warnings.warn(
-                f"the best checkpoint so far, {here.name}{score}, is neither in {here.parent} nor at {recorded}: from "
-                "here on the best is chosen among the steps to come",
+                f"the best checkpoint so far, {here.name}{score}, is neither in {here.parent} nor at {recorded}: "
+                "the best one will be chosen among the steps from here on",
                 stacklevel=2,
             )
             self.state.best_metric = self.state.best_global_step = None
@@ -258,18 +269,18 @@ class ResumableTrainer(FiniteSteps):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         try:
-            # The optimizer's states are not loaded, and no byte of them is worth a run that has come to its end.
+            # Only the files that are loaded: damaged optimizer states must not fail a run that is finished.
             checkpoints.check(best, only=lambda name: name.endswith((".safetensors", ".bin", ".json")))
         except checkpoints.BrokenCheckpoint as error:
-            warnings.warn(f"{error}. The model keeps the weights of the last step", stacklevel=2)
+            warnings.warn(f"{error}. The model keeps the weights of the last step.", stacklevel=2)
             self.state.best_model_checkpoint = None
             return
         super()._load_best_model()
-        # The optimizer's states are those of the last step: together they are no step's.
+        # The optimizer states are still those of the last step, so there is nothing consistent to save any more.
         self._step_end, self._newest = None, best
 
     def _finalize_training(self, *positional: Any, **options: Any) -> Any:
-        # With a limit of 1, transformers deletes every checkpoint that is not the best, also where that lies elsewhere.
+        # With a limit of 1, transformers deletes all but the best checkpoint, even if that is in another folder.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             result = super()._finalize_training(*positional, **options)
@@ -294,30 +305,30 @@ class ResumableTrainer(FiniteSteps):
 
     @contextmanager
     def _reading(self, folder: Path | str | None) -> Iterator[None]:
-        """Where a file of a checkpoint cannot be read, say which and what to resume from instead."""
+        """Turn a failure to read a checkpoint into `BrokenCheckpoint` if one of its files is damaged."""
         try:
             yield
         except Exception as error:
             file = None if folder is None else _unreadable(Path(folder))
             if file is None:
-                error.add_note(f"while reading {folder}: does it belong to this model, adapters and arguments?")
+                error.add_note(f"while reading {folder}: was it written with this model, adapters and arguments?")
                 raise
             raise checkpoints.BrokenCheckpoint(
                 f"{folder} is damaged: {file}; {checkpoints.instead_of(Path(str(folder)))}"
             ) from error
 
     def _resume_logging(self) -> None:
-        """The next logged loss is the mean over all steps since the last one, those before the stop too."""
-        if "loss_since" in self._rest:
-            loss = self._rest["loss_since"]
+        """Let the next logged loss cover all steps since the last log, including those before the checkpoint."""
+        if "loss_since" in self._extra_state:
+            loss = self._extra_state["loss_since"]
             self._tr_loss = torch.tensor(loss, dtype=self._tr_loss.dtype, device=self._tr_loss.device)
-            # What is summed up for the mean of this call of `train` are its own steps alone.
+            # The mean loss that `train` returns covers only the steps of this call.
             self._total_loss_scalar -= loss
-            self._globalstep_last_logged = self._rest["last_logged_step"]
+            self._globalstep_last_logged = self._extra_state["last_logged_step"]
 
 
 class _Steps(TrainerCallback):
-    """Tells a trainer what only callbacks are told."""
+    """Forwards events to the trainer that transformers sends only to callbacks."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self.trainer = trainer
@@ -339,19 +350,19 @@ class _Steps(TrainerCallback):
         self.trainer.check_weights_finite()
 
 
-def _is_earlier_in(folder: Path, told: dict[str, Any]) -> bool:
-    """Return whether a checkpoint is an earlier one of the run whose trainer state this is."""
+def _is_earlier_in(folder: Path, state: dict[str, Any]) -> bool:
+    """Return whether a checkpoint is an earlier one of the run with this trainer state."""
     try:
         history = json.loads((folder / checkpoints.STATE).read_text())["log_history"]
     except (OSError, ValueError, KeyError):
         return False
-    return history == told["log_history"][: len(history)]
+    return history == state["log_history"][: len(history)]
 
 
 def _unreadable(folder: Path) -> str | None:
-    """Return which file of a checkpoint is damaged, and how, where one is."""
+    """Return which file of a checkpoint is damaged and how, or None."""
     for path in sorted(folder.glob("*.pt*")):
-        # torch.save writes an archive with a checksum for each of its parts.
+        # torch.save writes a zip archive with a checksum per part.
         try:
             with zipfile.ZipFile(path) as archive:
                 part = archive.testzip()
@@ -363,15 +374,16 @@ def _unreadable(folder: Path) -> str | None:
 
 
 def _check_shapes(optimizer: Any, folder: Path) -> None:
-    """Raise if a loaded moment is not of its parameter's shape. torch loads it, and its step may then crash."""
+    """Raise if a loaded moment does not have its parameter's shape. torch loads it anyway, and may crash in `step`."""
     plain = getattr(optimizer, "optimizer", optimizer)
     if type(plain) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return  # others may keep projections of a smaller shape
+        return  # other optimizers may keep smaller projections
     for parameter, state in plain.state.items():
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
             moment = state.get(name)
             if isinstance(moment, Tensor) and moment.shape != parameter.shape:
                 raise checkpoints.BrokenCheckpoint(
                     f"{folder} is damaged or belongs to another model: {name} in optimizer.pt has shape "
-                    f"{tuple(moment.shape)}, its parameter {tuple(parameter.shape)}; {checkpoints.instead_of(folder)}"
+                    f"{tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}; "
+                    f"{checkpoints.instead_of(folder)}"
                 )

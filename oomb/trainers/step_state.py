@@ -16,11 +16,11 @@ from torch.utils.data import Sampler
 
 @dataclass(frozen=True, eq=False)
 class StepSnapshot:
-    """What a training step leaves behind beside weights and optimizer, and the next one changes before it is done."""
+    """The state after a training step, besides weights and optimizer, that the next step changes before it finishes."""
 
     random: dict[str, Any]
     loss: Tensor
-    """Of the steps since the last logged one, up to this."""
+    """Summed over the steps since the last log."""
     flos: tuple[float, float]
     num_tokens: Any
 
@@ -31,9 +31,9 @@ class StepSnapshot:
 
     @contextmanager
     def restored(self, trainer: Any) -> Iterator[None]:
-        """The trainer as it was then, for the time of a `with`."""
+        """Put the trainer back into this state for the duration of a `with`."""
         now, now_loss = StepSnapshot.of(trainer), trainer._tr_loss
-        # An interrupted evaluation comes after the log of its step.
+        # If an evaluation was interrupted, its step is already logged.
         is_logged = trainer._globalstep_last_logged == trainer.state.global_step
         self._set(trainer, torch.zeros_like(self.loss) if is_logged else self.loss)
         try:
@@ -49,8 +49,8 @@ class StepSnapshot:
 
 
 class SeededByEpoch(Sampler[int]):
-    """A sampler that draws from a generator, in an order that the seed and the epoch decide: a run that is resumed in
-    the middle of an epoch finds the same one."""
+    """A random sampler whose order depends only on the seed and the epoch, so a run that resumes within an epoch finds
+    the same order."""
 
     def __init__(self, sampler: Any, seed: int | None) -> None:
         self.sampler, self.seed, self.epoch = sampler, seed or 0, 0
@@ -68,15 +68,16 @@ class SeededByEpoch(Sampler[int]):
 
 
 def random_state() -> dict[str, Any]:
-    """Of every generator that training may draw from."""
+    """Return the states of all generators that training may draw from."""
     state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    state["numpy"] = numpy.random.get_state()  # noqa: NPY002 (a data set may use it)
+    state["numpy"] = numpy.random.get_state()  # noqa: NPY002 (datasets may use it)
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` returned."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["cpu"])

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with the engine in place of the model's forward: the same arguments, much longer sequences."""
+"""Provide `oomb.Trainer`: `transformers.Trainer` with the engine in place of the model's forward."""
 
 from __future__ import annotations
 
@@ -27,22 +27,41 @@ from oomb.trainers.arguments import (
 )
 from oomb.trainers.resume import ResumableTrainer
 
-OWN_LOSS = "Build the loss in compute_loss from self.engine.loss or self.engine.logprobs"
+OWN_LOSS = "Compute the loss in compute_loss from self.engine.loss or self.engine.logprobs"
 
 
 class Trainer(ResumableTrainer):
-    """Use it as `transformers.Trainer`; `engine_config`, `optimizer` and `max_skipped_steps` are additional arguments.
+    """A `transformers.Trainer` for sequences whose activations do not fit in memory.
 
-    Training and evaluation both go through the engine, so neither ever holds the logits of a whole sequence.
-    Where `compute_metrics` is given, its `predictions` are therefore per-token log-probabilities [B, T]
-    (see `Engine.logprobs`) and not logits. Batches without `labels` are trained on their `input_ids`.
+    Training and evaluation go through the engine, which never holds the logits of a whole sequence. `compute_metrics`
+    therefore gets per-token log-probabilities [B, T] as `predictions` (see `Engine.logprobs`), not logits. Batches
+    without `labels` are trained on their `input_ids`.
 
-    `optimizer` is "offloaded_adamw", with its states in host memory (`oomb.OffloadedAdamW`), or the same with states
-    in 16 or 8 bits, "offloaded_adamw_bf16" or "offloaded_adamw_8bit". `optim_args` of `args` may say more of it, as in
-    "master_weights=true". The engine then leaves no room for states on the GPU. By default `optim` of `args` decides.
+    Args:
+        model: a causal LM of transformers, with or without PEFT adapters. Unsupported models raise
+            `oomb.UnsupportedModelError`.
+        args: `TrainingArguments`. What the engine cannot honor, such as `label_smoothing_factor`, raises ValueError.
+        positional: passed to `transformers.Trainer`, like all other options.
+        engine_config: settings of the engine. Defaults to `oomb.Config()`.
+        optimizer: "offloaded_adamw", "offloaded_adamw_bf16" or "offloaded_adamw_8bit": `oomb.OffloadedAdamW`, with its
+            states in host memory in 32, 16 or 8 bits. `args.optim_args` has its other settings, as in
+            "master_weights=true". Defaults to what `args.optim` says.
+        max_skipped_steps: how many steps with a NaN or infinite loss or gradient to skip before training stops with
+            `oomb.NonFiniteError`. None turns the check off. Defaults to 0.
 
-    Training stops with `oomb.NonFiniteError` before a NaN or an infinite loss or gradient reaches the weights.
-    `max_skipped_steps` is how many such steps are skipped before that; None turns the check off.
+    Example:
+        >>> import oomb, tempfile, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> trainer = oomb.Trainer(
+        ...     model=LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)),
+        ...     args=TrainingArguments(tempfile.mkdtemp(), max_steps=2, report_to="none", use_cpu=True),
+        ...     train_dataset=[{"input_ids": torch.randint(64, (1000,))} for _ in range(16)],
+        ...     engine_config=oomb.Config(chunk_size=128),
+        ... )
+        >>> trainer.train().global_step  # doctest: +ELLIPSIS
+        {...}
+        2
     """
 
     optimizer: Any
@@ -68,34 +87,32 @@ class Trainer(ResumableTrainer):
         super().__init__(model, args, *positional, **options)
         if offloaded is not None:
             if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-                raise ValueError(
-                    f"optimizer={optimizer!r} beside an optimizer that is passed as well: leave one of them out"
-                )
+                raise ValueError(f"got both optimizer={optimizer!r} and an optimizer or optimizer class: pass only one")
             self.optimizer_cls_and_kwargs = offloaded
         kind = type(self.optimizer) if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
         self._has_states_on_host = isinstance(kind, type) and issubclass(kind, OffloadedAdamW)
         if self.compute_loss_func is not None:
             raise ValueError(
-                "compute_loss_func takes logits, which the engine never holds: subclass oomb.Trainer and build the "
+                "compute_loss_func needs logits, which the engine never holds: subclass oomb.Trainer and compute the "
                 "loss in compute_loss from self.engine.logprobs(input_ids)"
             )
-        # The engine divides by the number of predicted tokens itself, whatever the model's own loss would do.
+        # The engine divides by the number of predicted tokens itself, whatever the model's own loss does.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
-        # An unsupported model is refused here, before any data is read.
+        # Creates the engine: an unsupported model raises before any data is read.
         self.engine.expect_optimizer(on_host=self._has_states_on_host)
 
     def create_optimizer(self, *positional: Any, **options: Any) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*positional, **options)
         if is_new and isinstance(optimizer, OffloadedAdamW):
-            # Now, before the engine's pages take their share of host memory.
+            # Now, before the engine plans with the host memory that is free.
             optimizer.reserve()
         return optimizer
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current model. `model_init` makes a new model for each run, and so a new engine."""
+        """The engine of the current model. With `model_init`, each run has a new model and so a new engine."""
         model_and_device = self.model, next(self.model.parameters()).device
         if self._engine is None or self._engine_of != model_and_device:
             if is_checkpointing(self.model):
@@ -122,7 +139,7 @@ class Trainer(ResumableTrainer):
 
     def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
         check_inputs(inputs)
-        # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
+        # transformers applies mixed precision (bf16, fp16) in a wrapped `forward`, which the engine never calls.
         with self.accelerator.autocast():
             return self.engine.loss(inputs["input_ids"], inputs.get("labels"), num_items=num_items, **layout_of(inputs))
 
@@ -151,17 +168,16 @@ class Trainer(ResumableTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        # Labels must be there before the tokens of an accumulated batch are counted.
+        # transformers counts the labels of all accumulated batches in here.
         return super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
 
 
 @contextmanager
 def _engine_alone_trains(backbone: nn.Module) -> Iterator[None]:
-    """Raise where a training step calls the model itself, before the plain forward takes its memory, and at the end of
-    a step in which no engine has computed the model with a graph.
+    """Raise if a training step calls the model itself, or ends without any gradient pass of an engine.
 
-    The hook is on the backbone because every way into the model leads there. PEFT calls `forward` of the model inside
-    of it directly, so hooks of that model do not run.
+    The hook is on the backbone because every call of the model ends there. PEFT calls `forward` of the model it wraps
+    directly, which skips that model's hooks.
     """
     has_engine_run = False
 
@@ -174,8 +190,8 @@ def _engine_alone_trains(backbone: nn.Module) -> Iterator[None]:
         elif module.training:
             shapes = [tuple(value.shape[:2]) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             raise RuntimeError(
-                f"the training step calls the model itself{f' on a batch of shape {shapes[0]}' if shapes else ''}: it "
-                "would train through the plain forward, with the activations of the whole sequence in memory. "
+                f"the training step calls the model itself{f' on a batch of shape {shapes[0]}' if shapes else ''}, "
+                "which would keep the activations of the whole sequence in memory. "
                 f"{OWN_LOSS}. To score or generate, call the model under torch.no_grad()"
             )
 

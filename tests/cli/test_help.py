@@ -249,7 +249,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--device", "cuda:99"], "is not here: this machine shows"),
         (["--device", "abacus"], "device 'abacus' is unknown"),
-        (["--resume_from_checkpoint", "nowhere"], "nowhere is no checkpoint: there is no such folder"),
+        (["--resume_from_checkpoint", "nowhere"], "nowhere is not a checkpoint"),
         (["--tokenizer_name", "demo"], "has no tokenizer"),
         (["--resume_from_checkpoint"], "takes the latest checkpoint of --output_dir: name that"),
         (["--resume_from_checkpoint", "--output_dir", "none"], "--output_dir none holds no checkpoint to resume from"),

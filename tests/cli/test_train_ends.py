@@ -143,7 +143,7 @@ def test_a_checkpoint_leaves_room_for_what_comes_after_it(tmp_path: Path, monkey
     monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
     with checkpoints.write(tmp_path / "checkpoint-1", 400, keep_free_bytes=600):
         pass
-    said = r"about 400 bytes, 601 bytes are to stay free for what is saved at the end, 1,000 bytes are free in"
+    said = r"about 400 bytes, 601 bytes must stay free for the final save, 1,000 bytes are free in"
     too_much = checkpoints.write(tmp_path / "checkpoint-2", 400, keep_free_bytes=601)
     with pytest.raises(checkpoints.CheckpointNotSaved, match=said), too_much:
         pytest.fail("nothing is to be written")
@@ -161,7 +161,7 @@ def test_a_checkpoint_may_take_the_room_of_one_that_it_replaces(
     needed = trainer._checkpoint_bytes()
     trainer.keep_free_bytes = size + 1000
     monkeypatch.setattr(files, "free_bytes", lambda folder: needed + 999)
-    with pytest.raises(checkpoints.CheckpointNotSaved, match="1,000 bytes are to stay free"):
+    with pytest.raises(checkpoints.CheckpointNotSaved, match="1,000 bytes must stay free"):
         trainer._save_checkpoint(trainer.model, None)
     monkeypatch.setattr(files, "free_bytes", lambda folder: needed + 1000)
     trainer._save_checkpoint(trainer.model, None)

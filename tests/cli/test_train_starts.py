@@ -353,7 +353,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monke
     assert done.exit_code == 0, done.output
     [first] = [line for line in done.output.splitlines() if "checkpoint-1 was not written" in line]
     assert first.startswith(str(here / "out" / "checkpoint-1"))
-    assert first.endswith("TRAINING GOES ON WITHOUT THIS CHECKPOINT.")
+    assert first.endswith("TRAINING CONTINUES WITHOUT THIS CHECKPOINT.")
     assert "UserWarning" not in done.output and "trainer.py" not in done.output
 
 

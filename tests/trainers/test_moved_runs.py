@@ -210,7 +210,7 @@ def test_checkpoints_that_cannot_be_moved_cost_one_checkpoint(tmp_path: Path, mo
         mkdir(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.warns(UserWarning, match=r"could not be moved out of its way \(No space left.*TRAINING GOES ON"):
+    with pytest.warns(UserWarning, match=r"No space left.*TRAINING CONTINUES"):
         trainer_in(tmp_path, 2).train()
     assert names(tmp_path) == {"checkpoint-2", "_replaced-1"}
 

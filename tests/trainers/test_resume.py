@@ -182,7 +182,7 @@ def test_half_a_step_of_the_optimizer_is_not_saved(tmp_path: Path) -> None:
     trainer.add_callback(Interrupt())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    with pytest.raises(RuntimeError, match=r"middle of its step.*checkpoint-2"):
+    with pytest.raises(RuntimeError, match="checkpoint-2"):
         trainer.save_checkpoint()
 
 
@@ -241,7 +241,7 @@ def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no whole checkpoint in"):
+    with pytest.raises(ValueError, match="no complete checkpoint in"):
         trainer_of("dropout", tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -315,8 +315,8 @@ def bloom() -> Any:
     ("kind", "options", "error", "message"),
     [
         ("SFT", {"label_smoothing_factor": 0.1}, ValueError, "label_smoothing_factor is 0.1"),
-        ("SFT", {"compute_loss_func": len}, ValueError, r"compute_loss_func takes logits.*engine\.logprobs"),
-        ("SFT", {"preprocess_logits_for_metrics": len}, ValueError, "preprocess_logits_for_metrics takes logits"),
+        ("SFT", {"compute_loss_func": len}, ValueError, r"compute_loss_func .*engine\.logprobs"),
+        ("SFT", {"preprocess_logits_for_metrics": len}, ValueError, "preprocess_logits_for_metrics"),
         ("SFT", {"model": mixture}, ValueError, r"router_aux_loss_coef is 0.02.*router_aux_loss_coef=0\.0"),
         ("DPO", {"model": mixture}, ValueError, "router_aux_loss_coef=0.0 in the trainer's config"),
         ("DPO", {"model": bloom}, oomb.UnsupportedModelError, "Bloom"),
@@ -374,7 +374,7 @@ def test_batches_it_would_misread_are_refused(tmp_path: Path, folder: str) -> No
 
 def test_offloading_of_activations_is_taken_over(tmp_path: Path, folder: str) -> None:
     args = trl.SFTConfig(output_dir=str(tmp_path), activation_offloading=True, **{**SETTINGS, "eval_strategy": "no"})
-    with pytest.warns(UserWarning, match="activation_offloading=True is switched off"):
+    with pytest.warns(UserWarning, match="activation_offloading"):
         trainer = oomb.SFTTrainer(folder, args, None, texts())
     assert not trainer.args.activation_offloading
 

@@ -66,7 +66,7 @@ def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
     known = "use one of offloaded_adamw, offloaded_adamw_bf16, offloaded_adamw_8bit"
     for options, message in (
         ({"optimizer": "lion"}, f"optimizer is 'lion'; {known}"),
-        ({"optimizer": "offloaded_adamw", "optimizers": (handed, None)}, "passed as well: leave one of them out"),
+        ({"optimizer": "offloaded_adamw", "optimizers": (handed, None)}, "pass only one"),
     ):
         with pytest.raises(ValueError, match=message):
             getattr(oomb, f"{kind}Trainer")(
