@@ -106,7 +106,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def without_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """Return the arguments with gradient checkpointing off, with a warning if it was on: the engine recomputes by itself."""
+    """Return the arguments without gradient checkpointing: the engine recomputes by itself. Warns if it was on."""
     if asks_for_checkpointing(args):
         warn_checkpointing_off("TrainingArguments turn on gradient checkpointing (activation checkpointing)")
     # With several GPUs, transformers would wrap the model in DataParallel, whose forward is never called.

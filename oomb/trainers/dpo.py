@@ -1,4 +1,4 @@
-"""DPO with TRL."""
+"""Provide `oomb.DPOTrainer`: TRL's preference training on the engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,34 @@ from oomb.trainers.trl_base import EngineForward, TRLTrainer, trainer_class
 
 
 class DPOMixin(TRLTrainer):
-    """Use it as `trl.DPOTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
-    `max_skipped_steps`.
+    """TRL's `DPOTrainer` for pairs whose activations do not fit in memory.
 
-    The reference model, where there is one, has an engine of its own. `compute_metrics` gets per-token
-    log-probabilities [B, T] as `predictions`, not logits.
+    It takes the arguments of `trl.DPOTrainer` and those below. The reference model, if there is one, has an engine of
+    its own. `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
+
+    Args:
+        engine_config: settings of both engines. Defaults to `oomb.Config()`.
+        optimizer: "offloaded_adamw", "offloaded_adamw_bf16" or "offloaded_adamw_8bit" to keep AdamW's states in host
+            memory. Defaults to what `args.optim` says.
+        max_skipped_steps: how many steps with a NaN or infinite loss or gradient to skip before training stops with
+            `oomb.NonFiniteError`. None turns the check off. Defaults to 0.
+
+    Example:
+        ```python
+        import oomb
+        from datasets import load_dataset
+        from trl import DPOConfig
+
+        trainer = oomb.DPOTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            args=DPOConfig(output_dir="out", max_length=65_536, per_device_train_batch_size=1),
+            train_dataset=load_dataset("trl-lib/ultrafeedback_binarized", split="train"),
+        )
+        trainer.train()
+        ```
     """
 
-    noted: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
+    token_stats: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
     precompute_ref_logps: bool
     _precompute_model_hash: Any
 
@@ -26,15 +46,15 @@ class DPOMixin(TRLTrainer):
         self._reference: Engine | None = None
         super().__init__(*given, **options)
         if self.use_weighting:
-            self.noted = (*self.noted, "log_sum_sq_probs")
-        # A mean over pairs: batches have no labels that could be counted.
+            self.token_stats = (*self.token_stats, "log_sum_sq_probs")
+        # The loss is a mean over pairs: there are no labels to count.
         self.model_accepts_loss_kwargs = False
-        # A reference that cannot be computed in chunks is refused here.
+        # Creates the engine: an unsupported reference model raises now.
         _ = self.reference_engine
 
     @property
     def reference_engine(self) -> Engine:
-        """The engine of the reference: with PEFT, or with references computed beforehand, that of the model itself."""
+        """The engine of the reference model. Without a separate reference model, the engine of the model."""
         if self.ref_model is None:
             return self.engine
         if self._reference is None:
@@ -42,7 +62,7 @@ class DPOMixin(TRLTrainer):
         return self._reference
 
     def _precompute_ref_logps(self, *positional: Any, **options: Any) -> Any:
-        # TRL keeps the results on disk by data and weights. They also depend on these, so both are part of the name.
+        # TRL caches the results on disk under a hash of data and weights. They also depend on these settings.
         model_hash = getattr(self, "_precompute_model_hash", None)
         self._precompute_model_hash = repr((model_hash, self.ld_alpha, self.engine.config))
         try:
@@ -54,7 +74,7 @@ class DPOMixin(TRLTrainer):
         engine = self.reference_engine
         is_separate = engine is not self.engine
         if is_separate:
-            # Engines hold page memory from step to step. These two take turns: both may use all that there is.
+            # Engines keep page memory from step to step. These two take turns, so each may use all of it.
             self.engine.release()
         try:
             return super().compute_ref_log_probs(EngineForward(engine, self.accelerator.autocast), inputs)
@@ -65,8 +85,8 @@ class DPOMixin(TRLTrainer):
     def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
         is_precomputed = self.precompute_ref_logps
         if not is_precomputed:
-            # TRL would ask the reference after the model, while the model's pages wait for their backward. Asked
-            # first, and handed over in the batch as if computed beforehand, it has the memory to itself.
+            # TRL would run the reference after the model, while the model's pages wait for the backward. Run it first,
+            # when it has the memory to itself, and pass its results in the batch as if they were precomputed.
             chosen, rejected = self.compute_ref_log_probs(self.ref_model, inputs)
             inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         self.precompute_ref_logps = True

@@ -1,4 +1,4 @@
-"""SFT with TRL."""
+"""Provide `oomb.SFTTrainer`: TRL's supervised fine-tuning on the engine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,45 @@ from oomb.trainers.trl_base import TRLTrainer, trainer_class
 
 
 class SFTMixin(TRLTrainer):
-    """Use it as `trl.SFTTrainer`, with the additional arguments of `oomb.Trainer`: `engine_config`, `optimizer` and
-    `max_skipped_steps`.
+    """TRL's `SFTTrainer` for sequences whose activations do not fit in memory.
 
-    `compute_metrics` gets per-token log-probabilities [B, T] as `predictions`, not logits.
+    It takes the arguments of `trl.SFTTrainer` and those below. `compute_metrics` gets per-token log-probabilities
+    [B, T] as `predictions`, not logits.
+
+    Args:
+        engine_config: settings of the engine. Defaults to `oomb.Config()`.
+        optimizer: "offloaded_adamw", "offloaded_adamw_bf16" or "offloaded_adamw_8bit" to keep AdamW's states in host
+            memory. Defaults to what `args.optim` says.
+        max_skipped_steps: how many steps with a NaN or infinite loss or gradient to skip before training stops with
+            `oomb.NonFiniteError`. None turns the check off. Defaults to 0.
+
+    Example:
+        ```python
+        import oomb
+        from datasets import load_dataset
+        from peft import LoraConfig
+        from trl import SFTConfig
+
+        trainer = oomb.SFTTrainer(
+            model="Qwen/Qwen2.5-0.5B",
+            args=SFTConfig(output_dir="out", max_length=131_072, per_device_train_batch_size=1),
+            train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+            peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        )
+        trainer.train()
+        ```
     """
 
     def _check(self, args: Any, named: dict[str, Any]) -> None:
         if named.get("compute_loss_func") is not None:
             raise ValueError(
-                "compute_loss_func takes logits, which the engine never holds: subclass oomb.SFTTrainer and build the "
-                "loss in compute_loss from self.engine.logprobs(input_ids)"
+                "compute_loss_func needs logits, which the engine never holds: subclass oomb.SFTTrainer and compute "
+                "the loss in compute_loss from self.engine.logprobs(input_ids)"
             )
         if named.get("preprocess_logits_for_metrics") is not None:
             raise ValueError(
-                "preprocess_logits_for_metrics takes logits, which the engine never holds: leave it out; "
-                "compute_metrics gets per-token log-probabilities"
+                "preprocess_logits_for_metrics needs logits, which the engine never holds: leave it out; "
+                "compute_metrics gets per-token log-probabilities instead"
             )
 
 

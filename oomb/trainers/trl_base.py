@@ -1,9 +1,9 @@
-"""TRL's trainers with the engine in place of the model's forward: `from oomb import SFTTrainer`, all else as it was.
+"""Run TRL's trainers on the engine: what `oomb.SFTTrainer` and `oomb.DPOTrainer` share.
 
-TRL asks a model for the log-probability of each label and makes its losses and metrics of that. Here the engine is
-asked instead (`Forward`), so TRL's own code computes every loss it knows, at lengths that its model could not hold.
+TRL asks a model for the log-probability of each label and computes its losses and metrics from those. `EngineForward`
+answers in place of the model, so TRL's own code computes every loss it has, at lengths the model could not hold.
 
-B batch, T tokens, N tokens that count, V vocabulary.
+B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from oomb.trainers.arguments import layout_of, unknown_inputs, without_offloadin
 from oomb.trainers.trainer import Trainer
 
 OLDEST = "1.15"
-"""The first TRL that asks its models for log-probabilities and not for logits."""
+"""The first TRL that asks models for log-probabilities instead of logits."""
 
 
 @dataclass
 class FusedOutput:
-    """What TRL expects of a model. Of every position but the last, [B, T - 1], and zero where no label counts."""
+    """What TRL expects of a model: values of all positions but the last, [B, T - 1], 0 where the label is ignored."""
 
     log_probs: Tensor
     label_mask: Tensor
@@ -41,23 +41,28 @@ class FusedOutput:
 
 
 class EngineForward:
-    """Stands where TRL calls a model. `noted` are the fields of the answer that need logits: they are computed in the
-    fill pass, a tile of tokens at a time, and have no gradient."""
+    """A stand-in for the model that TRL calls.
+
+    Args:
+        engine: computes the log-probabilities.
+        autocast: returns the context of mixed precision.
+        stats: the fields of `FusedOutput` to fill in besides the log-probabilities. They have no gradient.
+    """
 
     def __init__(
-        self, engine: Engine, autocast: Callable[[], AbstractContextManager[Any]], noted: tuple[str, ...] = ()
+        self, engine: Engine, autocast: Callable[[], AbstractContextManager[Any]], stats: tuple[str, ...] = ()
     ) -> None:
-        self.engine, self.autocast, self.stats = engine, autocast, noted
+        self.engine, self.autocast, self.stats = engine, autocast, stats
 
     def __call__(
         self, *, use_cache: bool | None = None, fused_lm_head: bool = False, **inputs: Tensor | None
     ) -> FusedOutput:
         _reject_call(fused_lm_head, inputs)
-        # Not `engine.logprobs`: labels may differ from the ids, and the head has no work where none counts.
+        # Not `engine.logprobs`: labels may differ from the ids, and the head skips tokens without a label.
         input_ids, labels = inputs["input_ids"], inputs["labels"]
         assert input_ids is not None
         packed = self.engine.pack(input_ids, labels, **layout_of(inputs))
-        # Mixed precision (bf16=True, fp16=True) lives in the wrapped `forward`, which the engine does not call.
+        # transformers applies mixed precision (bf16, fp16) in a wrapped `forward`, which the engine never calls.
         with self.autocast():
             fields = self.engine.forward(packed, TokenHead(self.engine.model, self.stats))
         counted = [(batch.targets != IGNORE_INDEX).to(self.engine.model.device) for batch in packed.batches]
@@ -69,12 +74,15 @@ class EngineForward:
 
 
 class TRLTrainer(Trainer):
-    """What both trainers share. In the order of inheritance TRL's trainer comes after `oomb.Trainer`, so
-    `super(Trainer, self)` is TRL's: what `oomb.Trainer` does with batches of its own is passed by."""
+    """Base class of the trainers on top of TRL.
+
+    TRL's trainer comes after `oomb.Trainer` in the method resolution order, so `super(Trainer, self)` is TRL's trainer
+    and skips what `oomb.Trainer` does with its own batches.
+    """
 
     trl_class: type
-    """The trainer of TRL that this one is."""
-    noted: tuple[str, ...] = ("entropy", "is_top1")
+    """TRL's trainer."""
+    token_stats: tuple[str, ...] = ("entropy", "is_top1")
 
     def __init__(
         self,
@@ -90,26 +98,26 @@ class TRLTrainer(Trainer):
             args = self._default_arguments(model)
         self._check(args, named)
         if isinstance(model, nn.Module):
-            # Here, before the data is tokenised; a model that is still a name is seen when TRL has loaded it.
+            # Check now, before TRL tokenizes the data. A model given by name is checked after TRL has loaded it.
             unwrap(model)
             _reject_router_loss(model, args)
         named["max_skipped_steps"] = max_skipped_steps
         super().__init__(model, without_offloading(args), engine_config=engine_config, optimizer=optimizer, **named)
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
-                "the training data has images, which the engine does not read: leave out the columns image and images, "
-                f"or train with trl.{self.trl_class.__name__}"
+                "the training data has images, which the engine does not read: remove the columns image and images, or "
+                f"train with trl.{self.trl_class.__name__}"
             )
 
     @property
     def engine(self) -> Engine:
-        """The engine of the model that is trained."""
+        """The engine of the trained model."""
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(_router_loss_text(self.router_aux_loss_coef))
         return super().engine
 
     def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
-        forward = EngineForward(self.engine, self.accelerator.autocast, self.noted)
+        forward = EngineForward(self.engine, self.accelerator.autocast, self.token_stats)
         return super(Trainer, self).compute_loss(forward, inputs, num_items_in_batch=num_items)
 
     def _eval_loss(
@@ -123,9 +131,10 @@ class TRLTrainer(Trainer):
         return super(Trainer, self).get_batch_samples(*args, **options)
 
     def _check(self, args: Any, named: dict[str, Any]) -> None:
-        """Raises where arguments of this trainer ask for what the engine cannot do."""
+        """Raise ValueError for arguments of this trainer that the engine cannot honor."""
 
     def _default_arguments(self, model: Any) -> Any:
+        """Return the arguments that TRL would create if none are given."""
         import trl
 
         kind = self.trl_class.__name__.removesuffix("Trainer")
@@ -134,14 +143,14 @@ class TRLTrainer(Trainer):
 
 
 class _KeywordOnly:
-    """Between `oomb.Trainer`, which passes two arguments by their place, and TRL's trainers, whose order varies."""
+    """An adapter between `oomb.Trainer`, which passes arguments by position, and TRL's trainers, whose order varies."""
 
     def __init__(self, model: Any, args: Any, **options: Any) -> None:
         super().__init__(model=model, args=args, **options)  # type: ignore[call-arg]
 
 
 def trainer_class(name: str, ours: type[TRLTrainer], module: str) -> type[TRLTrainer]:
-    """Return `ours` on top of TRL's trainer of that name. Made when it is first asked for: TRL is optional."""
+    """Return `ours` on top of TRL's trainer of that name. Created at first use, because TRL is optional."""
     try:
         import trl
         from trl.trainer import utils
@@ -149,7 +158,7 @@ def trainer_class(name: str, ours: type[TRLTrainer], module: str) -> type[TRLTra
         raise ImportError(f"oomb.{name} needs TRL: pip install trl ({error})") from error
     if not hasattr(utils, "add_fused_lm_head"):
         raise ImportError(
-            f"oomb.{name} needs TRL {OLDEST} or newer; this is {trl.__version__}: pip install --upgrade trl"
+            f"oomb.{name} needs TRL {OLDEST} or newer, but {trl.__version__} is installed: pip install --upgrade trl"
         )
     theirs = getattr(trl, name)
     body = {"trl_class": theirs, "__doc__": ours.__doc__, "__module__": module}
@@ -159,7 +168,7 @@ def trainer_class(name: str, ours: type[TRLTrainer], module: str) -> type[TRLTra
 def _reject_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
     if not fused_lm_head:
         raise ValueError(
-            "TRL asks for logits, which the engine never holds: a compute_loss that calls the model must call "
+            "compute_loss asks the model for logits, which the engine never holds: use "
             "self.engine.logprobs(input_ids) instead"
         )
     missing = [name for name in ("input_ids", "labels") if inputs.get(name) is None]
@@ -168,20 +177,20 @@ def _reject_call(fused_lm_head: bool, inputs: dict[str, Any]) -> None:
     if unknown := unknown_inputs(inputs):
         raise ValueError(
             f"the batch has {', '.join(unknown)}, which the engine does not read: let the data collator return tokens, "
-            "padded on the right with an attention_mask or in rows with position_ids; images cannot be trained"
+            "padded on the right with an attention_mask or packed with position_ids, and no images"
         )
 
 
 def _reject_router_loss(model: nn.Module, args: Any) -> None:
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    asked = getattr(args, "router_aux_loss_coef", None)
-    weight = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+    setting = getattr(args, "router_aux_loss_coef", None)
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if setting is None else setting
     if hasattr(config, "output_router_logits") and weight:
         raise ValueError(_router_loss_text(weight))
 
 
 def _router_loss_text(weight: float) -> str:
     return (
-        f"router_aux_loss_coef is {weight}: TRL would add a load-balancing loss over the whole sequence, which chunks "
-        "do not see; pass router_aux_loss_coef=0.0 in the trainer's config"
+        f"router_aux_loss_coef is {weight}, but the load-balancing loss needs the whole sequence at once: pass "
+        "router_aux_loss_coef=0.0 in the trainer's config"
     )

@@ -366,7 +366,7 @@ def test_batches_it_would_misread_are_refused(tmp_path: Path, folder: str) -> No
         trainer.train()
     ids = torch.arange(20)[None]
     forward = EngineForward(trainer.engine, trainer.accelerator.autocast)
-    with pytest.raises(ValueError, match="asks for logits"):
+    with pytest.raises(ValueError, match=r"engine\.logprobs"):
         forward(input_ids=ids, labels=ids)
     with pytest.raises(ValueError, match="no labels"):
         forward(input_ids=ids, fused_lm_head=True)
@@ -381,7 +381,7 @@ def test_offloading_of_activations_is_taken_over(tmp_path: Path, folder: str) ->
 
 def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = oomb.Engine(load(folder), oomb.Config(chunk_size=8))
-    noted = ("entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
+    stats = ("entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
     ids = torch.randint(3, 40, (2, 45))
     labels = ids.clone()
     labels[0, :30] = labels[1, 5:26] = IGNORE_INDEX
@@ -390,7 +390,7 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
     # A label that the model finds likeliest, so that not all are wrong.
     labels[:, 40] = logits[:, 39].argmax(-1)
     counts = labels[:, 1:] != IGNORE_INDEX
-    answer = EngineForward(engine, torch.enable_grad, noted)(input_ids=ids, labels=labels, fused_lm_head=True)
+    answer = EngineForward(engine, torch.enable_grad, stats)(input_ids=ids, labels=labels, fused_lm_head=True)
     expected = {
         "entropy": -(logp.exp() * logp).sum(-1),
         "mean_logits": logits.mean(-1),
@@ -404,9 +404,9 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
     assert 2 <= answer.is_top1.sum() < counts.sum()
 
     rows = logits.flatten(0, 1), labels[:, 1:].flatten()
-    whole = token_stats(*rows, noted)
+    whole = token_stats(*rows, stats)
     monkeypatch.setattr("oomb.ops.logprob.PLAIN_TILE", 7 * logits.shape[-1])
-    for name, value in token_stats(*rows, noted).items():
+    for name, value in token_stats(*rows, stats).items():
         torch.testing.assert_close(value, whole[name])
 
 

@@ -165,7 +165,7 @@ def test_without_trl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         exec("from oomb import *", names)
         assert names["Trainer"] is oomb.Trainer and "SFTTrainer" in dir(oomb)
     monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head")
-    with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer; this is {re.escape(trl.__version__)}"):
+    with pytest.raises(ImportError, match=rf"needs TRL 1\.15 or newer, but {re.escape(trl.__version__)}"):
         _ = oomb.SFTTrainer
     with pytest.raises(AttributeError, match="it has SFTTrainer"):
         _ = sft.GRPOTrainer
