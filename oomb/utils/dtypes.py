@@ -1,4 +1,4 @@
-"""Names and sizes of dtypes, and what "auto" means for device and dtype."""
+"""Resolve names of devices and dtypes, "auto" included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16"
 
 
 def resolve_device(device: str = "auto") -> torch.device:
-    """The torch device meant by `device`; "auto" is the GPU if there is one."""
+    """Return the torch device of a name. "auto" is the first GPU, or the CPU if there is none."""
     import torch
 
     if device == "auto":
@@ -27,15 +27,13 @@ def resolve_device(device: str = "auto") -> torch.device:
     if resolved.type == "cuda":
         num_gpus = torch.cuda.device_count()
         if (resolved.index or 0) >= num_gpus:
-            raise ValueError(
-                f"device {device!r} is not here: this machine shows {num_gpus} CUDA GPUs; use --device cpu"
-            )
+            raise ValueError(f"device {device!r} does not exist: this machine has {num_gpus} CUDA GPUs; use cpu")
         return torch.device("cuda", resolved.index or 0)
     return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The torch dtype meant by `dtype`; "auto" is bfloat16 on a GPU and float32 elsewhere."""
+    """Return the torch dtype of a name, long or short ("bf16"). "auto" is bfloat16 on a GPU and float32 on a CPU."""
     import torch
 
     if dtype == "auto":

@@ -1,4 +1,4 @@
-"""One run at a time in a folder. The system gives the lock back when a process ends, however it ends."""
+"""Lock a folder for one run at a time. The system releases the lock when the process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ except ImportError:  # not a Unix
 
 LOCK = ".lock"
 ORPHANS_S = 30.0
-"""How long to wait for a lock whose owner is gone. PyTorch's data loader workers look for their parent every 5 s."""
+"""How long to wait for a lock whose owner has died: PyTorch's data loader workers, which inherit the lock, look for
+their parent every 5 s."""
 
 
 @contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it. A folder that is still empty at the end is taken away again.
-    Where the file system knows no locks there is none."""
+    """Create a folder and keep other runs out of it.
+
+    Removes the folder at the end if it is still empty. Raises ValueError if another process has locked it. On a file
+    system without locks, nothing is locked.
+    """
     new = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -32,13 +36,13 @@ def locked(output_dir: Path) -> Iterator[None]:
             f"output_dir {output_dir} cannot be created: {error.strerror}; choose another folder"
         ) from error
     path = output_dir / LOCK
-    descriptor = _taken(path)
+    descriptor = _acquire(path)
     try:
         yield
     finally:
         if descriptor is not None:
-            # While it is still held: whoever opens the file after this makes a new one.
-            # On a disk that can no longer be written, the file stays and locks nothing.
+            # Delete the file while the lock is held, so whoever comes next creates a new one. On a disk that can no
+            # longer be written the file stays, and locks nothing.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -49,8 +53,8 @@ def locked(output_dir: Path) -> Iterator[None]:
                 break
 
 
-def _taken(path: Path) -> int | None:
-    """The open lock file, or None where there can be no lock. Raises where another process has it."""
+def _acquire(path: Path) -> int | None:
+    """Return the open lock file, or None if there can be no lock. Raises ValueError if another process has it."""
     if fcntl is None:
         return None
     give_up_at = time.monotonic() + ORPHANS_S
@@ -61,7 +65,7 @@ def _taken(path: Path) -> int | None:
             return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run before may have deleted the file between our opening it and its giving the lock back.
+            # The previous owner may have deleted the file after we opened it and before it released the lock.
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, str(os.getpid()).encode())
@@ -69,13 +73,13 @@ def _taken(path: Path) -> int | None:
         except BlockingIOError:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace")
             os.close(descriptor)
-            # Workers that a killed run has forked hold its lock until they notice that it is gone.
+            # Workers of a killed run hold its lock until they notice that it has died.
             if owner.isdigit() and not psutil.pid_exists(int(owner)) and time.monotonic() < give_up_at:
                 time.sleep(0.1)
                 continue
             who = f" (process {owner})" if owner.isdigit() else ""
             raise ValueError(
-                f"another run{who} writes to {path.parent}: wait until it ends, or name another output_dir"
+                f"another run{who} writes to {path.parent}: wait until it ends, or choose another output_dir"
             ) from None
         except FileNotFoundError:
             pass

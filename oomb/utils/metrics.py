@@ -1,4 +1,4 @@
-"""What train and bench both report: the machine, the memory used, and one JSON line per event."""
+"""Describe the machine, measure peak memory, and write events as lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oomb.utils.units import GIB
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the software, as plain values for a JSON report."""
+    """Return the machine and the software versions as plain values for a JSON report."""
     packages = ("torch", "transformers", "accelerate", "peft", "triton", "liger-kernel")
     described: dict[str, Any] = {
         "cpu": _cpu_name(),
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def source() -> str:
-    """A fingerprint of the package's own code: equal where the code is, whatever git says of the folder it lies in."""
+    """Return a hash of the package's source code, with or without git."""
     package = Path(__file__).resolve().parents[1]
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -57,12 +57,12 @@ def source() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that the code stands at, where it runs out of a clone."""
+    """Return the commit of the clone that the code runs from, or None."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:
-        asked = subprocess.run(
+        described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=root,
             capture_output=True,
@@ -71,7 +71,7 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() or None
+    return described.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:
@@ -101,10 +101,10 @@ def _driver_version() -> str | None:
 
 
 class MemoryMeter:
-    """Peak memory since `reset`: the GPU allocator's peak where there is a GPU, else the largest RSS seen.
+    """Peak memory since `reset`: that of PyTorch's GPU allocator, or on a CPU the largest RSS sampled.
 
-    A process's RSS has no peak that can be reset, so on a CPU `sample` must be called where memory is high; the
-    progress hook of the engine, after each chunk, is such a place.
+    The peak RSS of a process cannot be reset, so on a CPU call `sample` when memory use is high, for example from the
+    engine's `progress` hook after each chunk.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,48 +137,55 @@ class MemoryMeter:
 
 
 class JsonLines:
-    """Writes one JSON object per line, each at once, so that a crash loses nothing that was written.
+    """A file with one JSON object per line, written line by line so a crash loses none.
 
-    Lines that find no room on the disk wait in memory and are written, in their order, with the next one that does. No
-    error of the disk is raised after the file has been opened: hours of training are worth more than a line of it.
+    If the disk is full, lines wait in memory until a later write succeeds. After the file is open no disk error is
+    raised: hours of training are worth more than a line.
+
+    Args:
+        path: the file. Its folder is created.
+        append: keep the lines that the file already has.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
         self._waiting: list[bytes] = []
-        self._is_told = False
+        self._has_warned = False
         path.parent.mkdir(parents=True, exist_ok=True)
-        # To append also to an empty file: what is cut off leaves no hole then.
+        # In append mode even if the file is emptied: a truncation then leaves no hole.
         self._file = path.open("ab", buffering=0)
         if not append and path.stat().st_size:
             self._file.truncate(0)
         self._whole_bytes = path.stat().st_size
-        """Of the file, up to the end of its last whole line: what lies behind is cut off before more is written."""
+        """Size of the file up to its last complete line. What follows is cut off before the next write."""
         if self._whole_bytes and not path.read_bytes().endswith(b"\n"):
-            # A killed run left half a line behind; what comes now is not to be part of it.
+            # A killed run left half a line: end it, so the next line stands alone.
             self._whole_bytes += self._file.write(b"\n")
 
     def write(self, **record: Any) -> None:
+        """Write one line, or keep it in memory with a warning if the disk cannot be written."""
         self._waiting.append((json.dumps(record, default=str) + "\n").encode())
         try:
             self._write_waiting()
         except OSError as error:
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_warned:
+                self._has_warned = True
                 warnings.warn(
-                    f"{self.path} cannot be written ({error.strerror or error}): its lines are kept in memory until "
+                    f"{self.path} cannot be written ({error.strerror or error}): keeping its lines in memory until "
                     "there is room",
                     stacklevel=2,
                 )
 
     def move_to(self, path: Path) -> None:
-        """Goes on in another file, with all lines so far: those on the disk, which stay there as well, and those that
-        wait. Raises OSError where that cannot be written, and goes on as before then."""
+        """Copy all lines to another file and continue there. Raises OSError if that file cannot be written, and then
+        continues in the old one."""
         try:
             lines = [self.path.read_bytes()[: self._whole_bytes]]
         except OSError as error:
             lines = []
-            warnings.warn(f"{self.path} cannot be read and stays where it is ({error.strerror or error})", stacklevel=2)
+            warnings.warn(
+                f"{self.path} cannot be read, so its lines are not copied ({error.strerror or error})", stacklevel=2
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_file(path) as partial:
             partial.write(b"".join([*lines, *self._waiting]))
@@ -186,12 +193,12 @@ class JsonLines:
             hidden = Path(partial.name)
             file = hidden.open("ab", buffering=0)
         old, self._file, self.path = self._file, file, path
-        self._whole_bytes, self._is_told = path.stat().st_size, False
+        self._whole_bytes, self._has_warned = path.stat().st_size, False
         self._waiting.clear()
-        _closed(old)
+        _close_quietly(old)
 
     def close(self) -> None:
-        """Tries once more; what still cannot be written is told."""
+        """Write the waiting lines, or warn if that is not possible."""
         if self._file.closed:
             return
         try:
@@ -201,19 +208,19 @@ class JsonLines:
             reason = error.strerror or error
             warnings.warn(f"the last of {self.path}, {lines}, could not be written ({reason})", stacklevel=2)
         finally:
-            late = _closed(self._file)
+            late = _close_quietly(self._file)
         if late is not None:
             warnings.warn(f"the last of {self.path} may not be on the disk ({late.strerror or late})", stacklevel=2)
 
     def _write_waiting(self) -> None:
-        """A line waits until all of it is written, whatever comes in between."""
+        """Write the waiting lines. A line is done when all of it is written."""
         while self._waiting:
             if os.fstat(self._file.fileno()).st_size > self._whole_bytes:
                 self._file.truncate(self._whole_bytes)
             line, written = self._waiting[0], 0
             try:
                 while written < len(line):
-                    # A disk with some room left takes some of it.
+                    # A disk with little room takes a part of it.
                     written += self._file.write(line[written:])
             except OSError:
                 if written:
@@ -221,7 +228,7 @@ class JsonLines:
                 raise
             self._whole_bytes += len(line)
             del self._waiting[0]
-        self._is_told = False
+        self._has_warned = False
 
     def __enter__(self) -> JsonLines:
         return self
@@ -230,8 +237,8 @@ class JsonLines:
         self.close()
 
 
-def _closed(file: Any) -> OSError | None:
-    """Closes it; some file systems say only now what did not reach the disk."""
+def _close_quietly(file: Any) -> OSError | None:
+    """Close a file and return the error, if any: some file systems report failed writes only now."""
     try:
         file.close()
     except OSError as error:

@@ -100,7 +100,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
 def test_lines_that_never_find_room_are_told_of_at_the_end(tmp_path: Path) -> None:
     log, disk = log_on(tmp_path / "metrics.jsonl")
     disk.room = 20
-    with pytest.warns(UserWarning, match="kept in memory until there is room"):
+    with pytest.warns(UserWarning, match="in memory"):
         for step in range(4):
             log.write(step=step)
     with pytest.warns(UserWarning, match=r"the last of .*metrics\.jsonl, 3 lines, could not be written \(No space"):
