@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import FORMS, STEPS, are_equal, groups, net, short_pieces, train, values
+from optimizers import FORMS, STEPS, are_equal, groups, net, short_blocks, train, values
 from torch import Tensor, nn
 
 import oomb
@@ -19,15 +19,15 @@ from oomb.engine.optim import OffloadedAdamW
 from oomb.memory import host
 from oomb.ops import moments
 
-__all__ = ["short_pieces"]
+__all__ = ["short_blocks"]
 
 
-@pytest.mark.parametrize("piece_size", [256, 512, 2**22])
+@pytest.mark.parametrize("block_size", [256, 512, 2**22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_adamw_to_the_bit(
-    dtype: torch.dtype, piece_size: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
+    dtype: torch.dtype, block_size: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
-    monkeypatch.setattr(optim_state, "PIECE_SIZE", piece_size)
+    monkeypatch.setattr(optim_state, "BLOCK_SIZE", block_size)
     ours, theirs = net(dtype), net(dtype)
     optimizer = OffloadedAdamW(groups(ours), lr=1e-2)
     reference = torch.optim.AdamW(groups(theirs), lr=1e-2, foreach=False)
@@ -247,7 +247,7 @@ def test_foreign_states_are_refused() -> None:
     other = copy.deepcopy(before)
     other["state"][0]["exp_avg"] = torch.zeros(57, 33)
     other["param_groups"][0]["lr"] = 5.0
-    with pytest.raises(ValueError, match=r"exp_avg of shape \(57, 33\) for parameter 0, which has \(33, 57\)"):
+    with pytest.raises(ValueError, match=r"exp_avg of shape \(57, 33\) for parameter 0 of shape \(33, 57\)"):
         optimizer.load_state_dict(other)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     for key, state in optimizer.state_dict()["state"].items():
@@ -280,11 +280,11 @@ def test_host_memory_is_what_it_says(form: dict[str, Any], num_bytes: float) -> 
     optimizer.reserve()
     assert not optimizer.state, "accelerate would move them to the GPU when it prepares the optimizer"
     model.weight.grad = torch.ones_like(model.weight)
-    [home] = optimizer._homes.values()
+    [state] = optimizer._host_states.values()
     optimizer.step()
-    assert [home] == list(optimizer._homes.values())
+    assert [state] == list(optimizer._host_states.values())
     assert sum(x.nbytes for name, x in optimizer.state[model.weight].items() if name != "step") == optimizer.host_bytes
-    assert sum(slab.bytes.nbytes for slab in home.slabs) == optimizer.host_bytes
+    assert sum(slab.bytes.nbytes for slab in state.slabs) == optimizer.host_bytes
 
 
 def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(optim, "free_host_bytes", lambda: 1000)
         message = (
-            r'take [\d.]+ MiB.*0\.0 MiB are free.*state_dtype="bfloat16" takes.*"8bit" takes.*master_weights=False'
+            r'need [\d.]+ MiB.*0\.0 MiB are free.*state_dtype="bfloat16" needs.*"8bit" needs.*master_weights=False'
         )
         with pytest.raises(oomb.OutOfPages, match=message):
             train(model, optimizer, range(1))
@@ -311,7 +311,7 @@ def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pyt
         patch.setattr(optim_state, "HostSlab", slab)
         with pytest.raises(oomb.OutOfPages, match=r"the system refused.*LoRA"):
             train(model, optimizer, range(1))
-    assert are_equal(values(model), before) and not optimizer._homes and not optimizer.state
+    assert are_equal(values(model), before) and not optimizer._host_states and not optimizer.state
     train(model, optimizer)
     expected = net(torch.bfloat16)
     train(expected, OffloadedAdamW(expected.parameters(), lr=1e-2, master_weights=True))

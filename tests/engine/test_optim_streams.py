@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import FORMS, are_equal, groups, net, short_pieces, train, values
+from optimizers import FORMS, are_equal, groups, net, short_blocks, train, values
 from streams import Clocks, LateCopies, Watch
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from oomb.memory import transfer
 from oomb.memory.transfer import Buffer, Copies, Event, Load, Prefetcher
 from oomb.ops import moments
 
-__all__ = ["short_pieces"]
+__all__ = ["short_blocks"]
 
 
 class Interrupt:
@@ -46,24 +46,24 @@ class Impatient(OffloadedAdamW):
 
     is_interrupted = False
 
-    def _settle(self) -> None:
+    def _finish_pending(self) -> None:
         if self.is_interrupted and self._buffer is not None:
             raise KeyboardInterrupt
         super()._finish_pending()
 
 
-def pieces(optimizer: OffloadedAdamW) -> list[list[Tensor]]:
+def blocks(optimizer: OffloadedAdamW) -> list[list[Tensor]]:
     found = []
-    for p, home in optimizer._homes.items():
-        rows = {"values": optim_state.flat(p.detach(), p), **home.rows}
-        for start in range(0, p.numel(), optim_state.PIECE_SIZE):
-            found.append([x.clone() for x in moments.part(rows, start, start + optim_state.PIECE_SIZE).values()])
+    for p, host in optimizer._host_states.items():
+        rows = {"values": optim_state.flat(p.detach(), p), **host.rows}
+        for start in range(0, p.numel(), optim_state.BLOCK_SIZE):
+            found.append([x.clone() for x in moments.part(rows, start, start + optim_state.BLOCK_SIZE).values()])
     return found
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4]], ids=["plain", "8bit"])
 @pytest.mark.parametrize("kind", [OffloadedAdamW, Impatient])
-def test_an_interrupted_step_leaves_whole_pieces_and_can_be_finished(
+def test_an_interrupted_step_leaves_whole_blocks_and_can_be_finished(
     kind: type[OffloadedAdamW], form: dict[str, Any]
 ) -> None:
     """Ctrl-C before every line of a step, with copies as late as they may be."""
@@ -81,9 +81,9 @@ def test_an_interrupted_step_leaves_whole_pieces_and_can_be_finished(
         return optimizer
 
     optimizer = second_step()
-    old = pieces(optimizer)
+    old = blocks(optimizer)
     optimizer.step()
-    new = pieces(optimizer)
+    new = blocks(optimizer)
     assert len(new) == 3 and not any(map(are_equal, old, new))
     seen, line = set(), 0
     while True:
@@ -106,15 +106,15 @@ def test_an_interrupted_step_leaves_whole_pieces_and_can_be_finished(
         except RuntimeError as error:
             assert "call step() again" in str(error)
             is_between_steps = False
-        found = pieces(optimizer)
+        found = blocks(optimizer)
         are_new = [are_equal(x, after) for x, after in zip(found, new)]
         are_old = [are_equal(x, before) for x, before in zip(found, old)]
-        assert all(a != b for a, b in zip(are_new, are_old)), f"a piece is half updated after line {line}"
+        assert all(a != b for a, b in zip(are_new, are_old)), f"a block is half updated after line {line}"
         assert not is_between_steps or all(are_new) or all(are_old)
         seen.add(sum(are_new))
         if not (is_between_steps and all(are_new)):
             optimizer.step()
-        assert all(map(are_equal, pieces(optimizer), new)), f"line {line}"
+        assert all(map(are_equal, blocks(optimizer), new)), f"line {line}"
         assert all(state["step"] == 2 for state in optimizer.state.values())
         assert not optimizer._done and optimizer._buffer is None
     assert line > 200 and seen == {0, 1, 2, 3}
@@ -127,16 +127,16 @@ def test_loading_a_state_forgets_an_interrupted_step() -> None:
         train(m, o, range(3))
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
-    def fail(piece: Any, *_: Any) -> Tensor:
-        if piece.parameter is model.second:
+    def fail(block: Any, *_: Any) -> Tensor:
+        if block.parameter is model.second:
             raise torch.OutOfMemoryError("none left")
-        return updated(piece, *_)
+        return updated(block, *_)
 
-    updated = optim.updated
+    updated = optim.compute_update
     with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(optim, "updated", fail)
+        patch.setattr(optim, "compute_update", fail)
         train(model, optimizer, range(3, 4))
-    with pytest.raises(RuntimeError, match=r"when 1 parameters were updated.*call step\(\) again"):
+    with pytest.raises(RuntimeError, match=r"updated 1 parameters.*call step\(\) again"):
         copy.deepcopy(optimizer)
     optimizer.load_state_dict(state)
     model.load_state_dict(weights)
@@ -187,8 +187,8 @@ def ignoring_the_computation(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignoring_the_last_step(patch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the stores at the end of a step. With many pieces the next step would, by chance."""
-    patch.setattr(optim_state, "PIECE_SIZE", 2**22)
+    """Nobody waits for the stores at the end of a step. With many blocks the next step would, by chance."""
+    patch.setattr(optim_state, "BLOCK_SIZE", 2**22)
 
     def mutated(self: OffloadedAdamW) -> None:
         self._buffer = None
@@ -207,7 +207,7 @@ MUTATIONS = [
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_access_is_ordered(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # The clocks look at 16 bytes at a time: 4 scales.
-    monkeypatch.setattr(optim_state, "PIECE_SIZE", 4 * moments.RUN)
+    monkeypatch.setattr(optim_state, "BLOCK_SIZE", 4 * moments.RUN)
     clocks = Clocks()
     with Watch(clocks):
         run(form, clocks)
@@ -257,7 +257,7 @@ def late(loads: int = 0, stores: int = 0, computation: int = 0, seed: int | None
             torch.cuda._sleep(cycles if seed is None else draw.randrange(1, 2 * cycles))
 
     def disturb(patch: pytest.MonkeyPatch) -> None:
-        run_copies, updated = transfer.CopyStreams._run, optim.updated
+        run_copies, updated = transfer.CopyStreams._run, optim.compute_update
 
         def late_copies(self: Any, stream: Any, copies: Copies, after: Any) -> Event:
             with torch.cuda.stream(stream):
@@ -269,19 +269,19 @@ def late(loads: int = 0, stores: int = 0, computation: int = 0, seed: int | None
             return updated(*args)
 
         patch.setattr(transfer.CopyStreams, "_run", late_copies)
-        patch.setattr(optim, "updated", late_update)
+        patch.setattr(optim, "compute_update", late_update)
 
     return disturb
 
 
 @pytest.fixture
-def gpu_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim_state, "PIECE_SIZE", 2**15)
+def gpu_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim_state, "BLOCK_SIZE", 2**15)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_late_streams_change_nothing(form: dict[str, Any], gpu_pieces: None) -> None:
+def test_late_streams_change_nothing(form: dict[str, Any], gpu_blocks: None) -> None:
     expected = gpu_run(form)
     assert are_equal(gpu_run(form), expected), "it does not even repeat itself"
     for disturb in (
@@ -303,7 +303,7 @@ def test_late_streams_change_nothing(form: dict[str, Any], gpu_pieces: None) -> 
         (ignoring_the_last_step, late(stores=LONG)),
     ],
 )
-def test_without_a_wait_a_late_stream_changes_the_result(mutate: Any, delay: Any, gpu_pieces: None) -> None:
+def test_without_a_wait_a_late_stream_changes_the_result(mutate: Any, delay: Any, gpu_blocks: None) -> None:
     def disturb(patch: pytest.MonkeyPatch) -> None:
         delay(patch)
         mutate(patch)
@@ -314,7 +314,7 @@ def test_without_a_wait_a_late_stream_changes_the_result(mutate: Any, delay: Any
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_adamw(gpu_pieces: None) -> None:
+def test_on_a_gpu_it_is_adamw(gpu_blocks: None) -> None:
     ours, theirs = net(device="cuda"), net(device="cuda")
     optimizer = OffloadedAdamW(groups(ours), lr=1e-2)
     reference = torch.optim.AdamW(groups(theirs), lr=1e-2, foreach=False)
@@ -334,7 +334,7 @@ def test_on_a_gpu_it_is_adamw(gpu_pieces: None) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_memory_is_bounded(form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim_state, "PIECE_SIZE", 2**22)
+    monkeypatch.setattr(optim_state, "BLOCK_SIZE", 2**22)
     parameter = nn.Parameter(torch.zeros(50_000_001, device="cuda", dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     optimizer = OffloadedAdamW([parameter], **form)

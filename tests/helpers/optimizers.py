@@ -23,9 +23,9 @@ FORMS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a parameter, the last one odd."""
-    monkeypatch.setattr(optim_state, "PIECE_SIZE", 512)
+    monkeypatch.setattr(optim_state, "BLOCK_SIZE", 512)
 
 
 class Net(nn.Module):

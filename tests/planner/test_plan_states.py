@@ -36,7 +36,7 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     assert states == pytest.approx(plain.host_bytes, rel=1e-3) and states <= plain.host_bytes
     assert told.master_bytes == with_copies.host_bytes - plain.host_bytes
     with_copies.reserve()
-    taken = sum(x.nbytes for home in with_copies._homes.values() for x in home.rows.values())
+    taken = sum(x.nbytes for host in with_copies._host_states.values() for x in host.rows.values())
     assert taken == with_copies.host_bytes
     said = [line for line in told.notes() if line.startswith("not counted: float32 copies")]
     assert len(said) == (dtype == "bfloat16" and not lora) == bool(told.master_bytes)

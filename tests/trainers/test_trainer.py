@@ -433,12 +433,12 @@ def test_an_optimizer_with_its_states_in_host_memory(tmp_path: Path, name: str) 
     [
         ("adamw_9bit", {}, {}, "use one of offloaded_adamw, "),
         ("offloaded_adamw", {"optim": "sgd"}, {}, "optim='sgd'"),
-        ("offloaded_adamw", {}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "passed as well"),
+        ("offloaded_adamw", {}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "pass only one"),
         (
             "offloaded_adamw",
             {},
             {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None)},
-            "passed as well",
+            "pass only one",
         ),
         ("offloaded_adamw", {"optim_args": "state_dtype=4bit"}, {}, "optim_args 'state_dtype=4bit' is unknown"),
         ("offloaded_adamw_8bit", {"optim_args": "state_dtype=bfloat16"}, {}, "state_dtype=bfloat16 in optim_args"),
