@@ -68,13 +68,13 @@ def demo(
         run_dir = Path(str(settings.output_dir))
         console = Console()
         _announce(console, settings, lengths, run_dir)
-        console.print("[bold]Part 1: training[/]")
+        console.print("[bold]Part 1: training[/]", highlight=False)
         with warnings_as_lines(console):
             code = run(settings, console)
     if code:
         raise typer.Exit(code)
     with one_clear_message():
-        console.print("\n[bold]Part 2: comparing[/]")
+        console.print("\n[bold]Part 2: comparing[/]", highlight=False)
         with _progress(console) as (on_progress, on_result):
             found = compare_steps(
                 str(run_dir / MODEL),
@@ -87,6 +87,7 @@ def demo(
         path = found.save(run_dir / COMPARISON)
         page = write_report(run_dir)
         comparison = asdict(found)
+        console.print()
         console.print(table(comparison))
         console.print(memory_meaning(comparison), style="dim", highlight=False, soft_wrap=True)
         for line in (*conclusions(comparison), f"The table as JSON: {path}", f"The report page: {page}"):
@@ -138,11 +139,13 @@ def _progress(
     def task(mode: str, context: int) -> TaskID:
         if (mode, context) not in tasks:
             name = f"{mode} at {short_tokens(context)} tokens"
-            tasks[mode, context] = bar.add_task(f"{name:<26}", total=None, result="[dim]loading")
+            tasks[mode, context] = bar.add_task(f"{name:<26}", total=None, result="[dim]starting")
         return tasks[mode, context]
 
     def on_progress(mode: str, context: int, done: int, total: int) -> None:
-        bar.update(task(mode, context), completed=done, total=total, result="")
+        shown = task(mode, context)
+        if total:
+            bar.update(shown, completed=done, total=total, result="")
 
     def on_result(mode: str, context: int, found: Measurement) -> None:
         bar.update(task(mode, context), completed=1, total=1, result=_result(found))

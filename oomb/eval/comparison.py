@@ -50,7 +50,7 @@ SAFETY_FACTOR = 1.25
 """A measurement is skipped if its predicted memory times this factor is not free."""
 
 OnProgress = Callable[[str, int, int, int], None]
-"""Called with mode, context, units of work done, units in all."""
+"""Called with mode, context, units of work done, units in all; 0, 0 when the process starts."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,8 @@ def _reason_to_skip(mode: str, context: int, rows: Sequence[ContextResult], plac
 def _in_own_process(request: dict[str, Any], on_progress: OnProgress | None) -> Measurement:
     """Run `_measure` in a new process and return what it measured, or why it could not."""
     found: dict[str, Any] | None = None
+    if on_progress is not None:
+        on_progress(request["mode"], request["context"], 0, 0)
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "oomb.eval.comparison", json.dumps(request)],
