@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from oomb.cli.report.chart import Chart, Series, percent, plain
-from oomb.cli.report.events import Run, number
+from oomb.cli.report.events import Run, dictionary, number
 from oomb.utils.units import GIB, short_tokens
 
 STEP = "step"
-NEEDLE_ROW = ("length", "accuracy")
 WHEN = {"before": "before training", "after": "after training"}
+COLORS = {2: ("before", WHEN["before"]), 1: ("after", WHEN["after"])}
 
 
 def training_charts(run: Run) -> list[Chart]:
@@ -82,55 +82,66 @@ def training_charts(run: Run) -> list[Chart]:
 
 
 def position_chart(run: Run) -> Chart | None:
-    """Loss by position, before and after."""
+    """Return loss by position before and after training, or None without data."""
     series = []
-    for color, (when, name) in zip((2, 1), WHEN.items()):
+    for color, (when, name) in COLORS.items():
         buckets = position_buckets(run.evals.get(when, {}))
-        # Of a bucket the middle, on a scale of powers of two.
+        # The middle of a bucket, on a scale of powers of two.
         points = [(math.sqrt(max(b["start"], b["end"] / 4, 1) * b["end"]), b["loss"]) for b in buckets]
         errors = [b["standard_error"] for b in buckets]
         if points:
             series.append(Series(name=name, points=points, color=color, errors=errors))
-    chart = Chart(
-        key="positions",
-        title="Loss by position",
-        x_label="tokens before",
-        y_label="nats per token",
-        series=series,
-        about="A model that uses its context predicts late tokens better than early ones. Bars are standard errors.",
-        format_x=short_tokens,
-        log_x=True,
+    return chart_by_length(
+        "positions",
+        "Loss by position",
+        ("tokens before", "nats per token"),
+        series,
+        "A model that uses its context predicts late tokens better than early ones. Bars are standard errors.",
     )
-    return None if chart.is_empty else chart
 
 
 def needle_chart(run: Run) -> Chart | None:
-    """Needles found by the length of the text, before and after; of a single length the table says as much."""
+    """Return needles found by text length before and after training, or None if there is only one length."""
     series, chances = [], set()
-    for color, (when, name) in zip((2, 1), WHEN.items()):
-        found = run.evals.get(when, {}).get("needle")
-        rows = found.get("lengths") if isinstance(found, dict) else None
+    for color, (when, name) in COLORS.items():
+        found = dictionary(run.evals.get(when, {}).get("needle"))
+        rows = found.get("lengths")
         points = []
         for row in rows if isinstance(rows, list) else []:
-            length, accuracy = (number(row.get(key)) if isinstance(row, dict) else None for key in NEEDLE_ROW)
+            length, accuracy = (number(dictionary(row).get(key)) for key in ("length", "accuracy"))
             if length is not None and length >= 1 and accuracy is not None:
                 points.append((length, min(max(accuracy, 0.0), 1.0)))
         if len(points) > 1:
             series.append(Series(name=name, points=sorted(points), color=color))
-            chance = number(found.get("chance")) if isinstance(found, dict) else None
+            chance = number(found.get("chance"))
             chances |= {chance} if chance is not None else set()
-    chart = Chart(
-        key="needles",
-        title="Needles found",
-        x_label="tokens of text",
-        y_label="share of the questions",
-        series=series,
-        about="Of sentences hidden in the text, those whose code the model tells from the others'.",
-        format_x=short_tokens,
+    return chart_by_length(
+        "needles",
+        "Needles found",
+        ("tokens of text", "share of the questions"),
+        series,
+        "How often the model picks the right code of a sentence hidden in the text from several candidates.",
         format_y=percent,
-        log_x=True,
         from_zero=True,
         limits=[(chance, "chance") for chance in sorted(chances)],
+    )
+
+
+def chart_by_length(
+    key: str, title: str, labels: tuple[str, str], series: list[Series], about: str, **options: Any
+) -> Chart | None:
+    """Return a chart over token counts on a log scale, or None if it would be empty."""
+    x_label, y_label = labels
+    chart = Chart(
+        key=key,
+        title=title,
+        x_label=x_label,
+        y_label=y_label,
+        series=series,
+        about=about,
+        format_x=short_tokens,
+        log_x=True,
+        **options,
     )
     return None if chart.is_empty else chart
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomb.cli.report.chart import Chart, Series
+from oomb.cli.report.charts import chart_by_length
 from oomb.cli.report.events import dictionary, number
-from oomb.utils.units import GIB, seconds, short_tokens
+from oomb.utils.units import GIB, seconds
 
 UNITS = {"MiB": 1 << 20, "GiB": GIB}
 MODES = {"standard": "standard training", "oomb": "oomb"}
@@ -71,7 +72,7 @@ def charts(rows: list[Row]) -> list[Chart]:
         _chart("memory", unit, memory, rows, lambda s: None if s.num_bytes is None else s.num_bytes / UNITS[unit]),
         _chart("time", "seconds", time, rows, lambda s: s.seconds),
     ]
-    return [chart for chart in found if not chart.is_empty]
+    return [chart for chart in found if chart is not None]
 
 
 def conclusions(comparison: dict[str, Any]) -> list[str]:
@@ -126,19 +127,11 @@ def _step(values: dict[str, Any]) -> Step:
     )
 
 
-def _chart(key: str, unit: str, about: str, rows: list[Row], value: Callable[[Step], float | None]) -> Chart:
+def _chart(key: str, unit: str, about: str, rows: list[Row], value: Callable[[Step], float | None]) -> Chart | None:
     series = []
     for color, (mode, name) in zip((2, 1), MODES.items()):
         points = [(float(row.context), y) for row in rows if (y := value(row.steps[mode])) is not None]
         series.append(Series(name=name, points=points, color=color))
-    return Chart(
-        key=f"compared-{key}",
-        title=f"{key.capitalize()} by context",
-        x_label="tokens",
-        y_label=unit,
-        series=series,
-        about=about,
-        format_x=short_tokens,
-        log_x=True,
-        from_zero=True,
+    return chart_by_length(
+        f"compared-{key}", f"{key.capitalize()} by context", ("tokens", unit), series, about, from_zero=True
     )
