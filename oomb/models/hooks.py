@@ -1,4 +1,4 @@
-"""Send a model's attention to the pass that computes a chunk, and undo it afterwards."""
+"""Route a model's attention to the active pass, and its calls through gates, until the pass ends."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ ATTENTION_NAME, ATTENTION_FIELD = "oomb", "_attn_implementation_internal"
 
 
 CALL = "_compiled_call_impl"
+"""Attribute of `nn.Module` that `nn.Module.compile` sets and that calls of the module go to."""
 
 
 LIKE_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
-"""Compiled layers draw random numbers as plain ones do. Inductor's own generator would let the code compiled for the
-fill pass and that for the gradient pass drop different activations."""
+"""Options of torch.compile. Compiled layers use PyTorch's generator, because Inductor's own could drop different
+activations in the fill pass and in the gradient pass."""
 
 
 OUTSIDE = (
-    "{} was called from outside of an engine's pass over its model, by another thread or by a callback: call the model "
-    "while no engine computes it, or use engine.loss or engine.logprobs, which wait for their turn"
+    "{} was called from outside of an engine's pass, by another thread or a callback, while the engine computes its "
+    "model: call the model when the pass is over, or use engine.loss or engine.logprobs, which wait for it"
 )
 
 
 KNOWN_ARGUMENTS = ("position_ids", "cache_position")
-"""Tensors that models pass on to attention without a bearing on it."""
+"""Tensors that models pass to attention without changing its result."""
 
 
 class Attention(Protocol):
-    """One walk over the chunks. The attention of every layer goes through it."""
+    """A pass over the chunks, which computes the attention of every layer."""
 
-    def attend(self, call: AttentionCall) -> Tensor: ...
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the attention output [B, H, T, D] of a chunk in one layer."""
+        ...
 
 
 engine_lock = threading.RLock()
-"""Held while a pass runs, and while its memory is taken or given back."""
+"""Held while a pass runs, and while its memory is allocated or freed."""
 
 
 class _ThreadState(threading.local):
-    """What this thread computes."""
+    """What the current thread computes."""
 
     chunk_of: Attention | None = None
-    """The pass whose chunk it is. Of no other thread: theirs may call the model for reasons of their own."""
+    """The pass whose chunk this thread computes. Other threads may call the model for reasons of their own."""
 
 
 thread_state = _ThreadState()
@@ -69,7 +72,7 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that models call as their attention. Takes [B, H, T, D], returns [B, T, H, D]."""
+    """Compute attention for a model, as registered with transformers. Takes [B, H, T, D], returns [B, T, H, D]."""
     layer = getattr(module, "layer_idx", None)
     name = f"{type(module).__name__} of layer {layer}"
     if thread_state.chunk_of is None:
@@ -78,8 +81,8 @@ def _attention(
     extra = [key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in KNOWN_ARGUMENTS]
     if layer is None or attention_mask is not None or not causal or extra:
         raise UnsupportedModelError(
-            f"{name} does not ask for plain causal attention{f' (it passes {extra[0]})' if extra else ''}, so chunks "
-            "cannot stand for it"
+            f"{name} does not use plain causal attention{f' (it passes {extra[0]})' if extra else ''}, which is all "
+            "that chunks can compute: use another model"
         )
     if dropout:
         raise ValueError(attention_dropout_text(name, dropout))
@@ -96,7 +99,7 @@ AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
 
 
 def route(undo: ExitStack, module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have calls of a module go to `call`, through the slot that `nn.Module.compile` uses, until `undo`."""
+    """Replace calls of a module by `call` until `undo`, through the attribute that `nn.Module.compile` uses."""
     users_own = vars(module).get(CALL)
     if users_own is None:
         undo.callback(delattr, module, CALL)
@@ -106,19 +109,19 @@ def route(undo: ExitStack, module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 def gate(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, for the thread that computes a chunk. Others would compute with half of the model changed."""
+    """Return `call` that raises in any thread but the one that computes a chunk: the model is half changed."""
 
     def gated(*args: Any, **kwargs: Any) -> Any:
         if thread_state.chunk_of is None:
             raise RuntimeError(OUTSIDE.format(type(module).__name__))
         return call(*args, **kwargs)
 
-    # Users may have compiled the modules around it. Traced, it would be compiled anew in every pass.
+    # Users may have compiled the modules around it; tracing this function would recompile them in every pass.
     return torch.compiler.disable(gated, recursive=False)
 
 
 def within_chunk(pass_: Attention | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, as a part of this pass's chunk in whatever thread autograd makes it again."""
+    """Return `call` as part of a pass's chunk, in whatever thread autograd repeats it."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         outer, thread_state.chunk_of = thread_state.chunk_of, pass_
@@ -139,8 +142,10 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def current_autocast(device_type: str) -> torch.autocast:
-    """The autocast that is on now, to be entered again in the backward. Without its cache, which would hand weights
-    that were cast without a graph to a pass that needs one."""
+    """Return the active autocast, to enter it again in the backward.
+
+    Its cache is off: it would hand weights cast without a graph to a pass that needs one.
+    """
     return torch.autocast(
         device_type,
         dtype=torch.get_autocast_dtype(device_type),
@@ -150,17 +155,17 @@ def current_autocast(device_type: str) -> torch.autocast:
 
 
 def is_running() -> bool:
-    """Whether this thread computes a chunk of an engine's pass."""
+    """Return whether this thread computes a chunk of an engine's pass."""
     return thread_state.chunk_of is not None
 
 
 def is_checkpointing(model: nn.Module) -> bool:
-    """Whether a layer recomputes itself in the backward because the model's own switch says so."""
+    """Return whether the model's own gradient checkpointing is on in any layer."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def set_checkpointing(model: nn.Module, *, on: bool) -> None:
-    """That switch. Releases of transformers call it activation checkpointing or gradient checkpointing."""
+    """Switch the model's own gradient checkpointing, which newer transformers call activation checkpointing."""
     end = "enable" if on else "disable"
     name = f"activation_checkpointing_{end}"
     getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{end}")()

@@ -1,4 +1,4 @@
-"""Measure the shapes of a Hugging Face causal LM. Works on the meta device, where no weights exist."""
+"""Measure the shapes of a Hugging Face causal LM and its layers, with weights or on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show RoPE variants that depend on the sequence length the whole length, not the chunk's."""
+"""Give length-dependent RoPE the length of the whole sequence instead of the chunk's."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from checks import CHUNK, TOLERANCE, backward_gradients, check_loss, engine_for, gradients_of, lora
+from checks import CHUNK, TOLERANCE, backward_gradients, check_loss, engine_for, function_gradients, lora
 from families import assert_same_gradients, build, grads, random_ids, relative_error, whole_gradients, whole_loss
 from torch import Tensor, nn
 
@@ -116,7 +116,7 @@ def test_adapters_of_expert_weights_train(name: str, checkpoint_layers: bool, in
         base, dropout=0.0, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
     )
     ids = random_ids(1, LENGTH)
-    expected_loss, expected = gradients_of(model, lambda m: whole_loss(m, ids))
+    expected_loss, expected = function_gradients(model, lambda m: whole_loss(m, ids))
     for _ in range(2):
         loss = engine_for(model, keep_last_chunk=False, checkpoint_layers=checkpoint_layers).loss(ids)
         assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
@@ -175,7 +175,7 @@ def test_head_can_be_wrapped_later() -> None:
     ids = random_ids(1, LENGTH)
     config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(base, config).double()
-    expected_loss, expected = gradients_of(wrapped, lambda m: m(ids, labels=ids).loss)
+    expected_loss, expected = function_gradients(wrapped, lambda m: m(ids, labels=ids).loss)
     loss = engine.loss(ids)
     # Hugging Face computes this loss in float32.
     assert relative_error(loss.detach(), expected_loss) <= 1e-6

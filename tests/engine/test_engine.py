@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import CHUNK, TOLERANCE, backward_gradients, check_loss, engine_for, gradients_of
+from checks import CHUNK, TOLERANCE, backward_gradients, check_loss, engine_for, function_gradients
 from families import (
     LENGTH,
     VOCAB,
@@ -133,7 +133,7 @@ def test_padded_rows_match_rows_on_their_own(model: Any, chunk_size: int) -> Non
         sums = [whole_loss(m, ids[b : b + 1, :n]) * (n - 1) for b, n in enumerate(LENGTHS)]
         return torch.stack(sums).sum() / sum(n - 1 for n in LENGTHS)
 
-    expected_loss, expected = gradients_of(model, alone)
+    expected_loss, expected = function_gradients(model, alone)
     loss = engine_for(model, chunk_size).loss(ids, attention_mask=mask)
     assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
@@ -169,7 +169,7 @@ def test_logprobs_and_a_weighted_loss(model: Any, chunk_size: int) -> None:
     ids = random_ids(2, LENGTH)
     weights = torch.randn(2, LENGTH, dtype=torch.float64)
     expected_logp = whole_logprobs(copy.deepcopy(model), ids)
-    _, expected = gradients_of(model, lambda m: (weights * whole_logprobs(m, ids).exp()).sum())
+    _, expected = function_gradients(model, lambda m: (weights * whole_logprobs(m, ids).exp()).sum())
     logp = engine_for(model, chunk_size).logprobs(ids)
     assert logp.shape == ids.shape and (logp[:, 0] == 0).all()
     assert relative_error(logp.detach(), expected_logp) <= TOLERANCE
@@ -187,7 +187,7 @@ def test_dpo_loss(model: Any) -> None:
         margins = [logprobs(ids)[:, 11:].sum() - frozen_logprobs(ids)[:, 11:].sum() for ids in (chosen, rejected)]
         return -nn.functional.logsigmoid(0.1 * (margins[0] - margins[1]))
 
-    expected_loss, expected = gradients_of(
+    expected_loss, expected = function_gradients(
         model, lambda m: dpo(lambda ids: whole_logprobs(m, ids), lambda ids: whole_logprobs(frozen, ids))
     )
     loss = dpo(engine_for(model).logprobs, engine_for(frozen).logprobs)
@@ -200,9 +200,12 @@ def test_several_calls_alive_before_one_backward(model: Any) -> None:
     """Calls of different lengths whose gradients depend on each other's values."""
     engine = engine_for(model)
     batches = [random_ids(2, 17, seed=1), random_ids(1, LENGTH, seed=2), random_ids(3, 5, seed=3)]
-    _, expected = gradients_of(model, lambda m: torch.stack([whole_logprobs(m, i).mean() for i in batches]).prod())
-    loss = torch.stack([engine.logprobs(i).mean() for i in batches]).prod()
-    assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
+
+    def product(logprobs: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.stack([logprobs(ids).mean() for ids in batches]).prod()
+
+    _, expected = function_gradients(model, lambda m: product(lambda ids: whole_logprobs(m, ids)))
+    assert_same_gradients(backward_gradients(model, product(engine.logprobs)), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
@@ -220,7 +223,7 @@ def test_gradient_accumulation(model: Any) -> None:
     engine = engine_for(model)
     batches = [random_ids(2, 17, seed=1), random_ids(1, LENGTH, seed=2), random_ids(2, 8, seed=3)]
     num_items = sum(ids[:, 1:].numel() for ids in batches)
-    _, expected = gradients_of(model, lambda m: sum(whole_loss(m, ids, num_items=num_items) for ids in batches))
+    _, expected = function_gradients(model, lambda m: sum(whole_loss(m, ids, num_items=num_items) for ids in batches))
     for ids in batches:
         engine.loss(ids, num_items=num_items).backward()
     assert_same_gradients(grads(model), expected, TOLERANCE)
@@ -246,7 +249,7 @@ def test_loss_among_other_terms(model: Any) -> None:
     def total(m: Any, loss: Callable[..., Tensor]) -> Tensor:
         return 2.5 * loss(ids) / 3 + 0.1 * m.model.norm.weight.square().sum() + 0.2 * whole_loss(m, other)
 
-    expected_loss, expected = gradients_of(model, lambda m: total(m, lambda i: whole_loss(m, i)))
+    expected_loss, expected = function_gradients(model, lambda m: total(m, lambda i: whole_loss(m, i)))
     loss = total(model, engine_for(model).loss)
     assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)

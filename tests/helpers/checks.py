@@ -27,7 +27,7 @@ def backward_gradients(model: Any, loss: Tensor) -> dict[str, Tensor | None]:
     return grads(model)
 
 
-def gradients_of(model: Any, value: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+def function_gradients(model: Any, value: Callable[[Any], Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return value and gradients of a function, computed on a copy of the model."""
     model = copy.deepcopy(model)
     loss = value(model)
