@@ -25,10 +25,10 @@ app = typer.Typer(
     help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
     "[bold]oomb demo[/] trains a small built-in example and compares it with standard training. "
     "[bold]oomb train[/] trains on your data. [bold]oomb tokenize[/] prepares large datasets. "
-    "[bold]oomb plan[/] says what will fit, before anything "
-    "is allocated. [bold]oomb verify MODEL[/] checks the gradients of your own model. [bold]oomb bench[/] measures "
-    "time and memory beside standard training. [bold]oomb eval MODEL[/] measures what a model makes of a long context, "
-    "[bold]oomb report RUN[/] writes a page about a training run.",
+    "[bold]oomb plan[/] predicts memory and time and "
+    "suggests settings that fit. [bold]oomb verify MODEL[/] checks the gradients of your own model. "
+    "[bold]oomb bench[/] compares time and memory with standard training. [bold]oomb eval MODEL[/] measures how a "
+    "model uses a long context. [bold]oomb report RUN[/] writes a page about a training run.",
 )
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from rich.table import Table
@@ -35,6 +35,7 @@ from oomb.planner.flops import step_flops
 from oomb.planner.hardware import peak_flops
 from oomb.utils import files, metrics, units
 
+Row = TypeVar("Row")
 MODES = ("oomb", "standard")
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -81,13 +82,24 @@ class BenchResult(StepResult):
 
 
 @dataclass
-class Report:
-    """Results of one benchmark run, with its settings and the machine."""
+class Report(Generic[Row]):
+    """Results with the settings and the machine they were measured with."""
 
     model: str
     settings: dict[str, Any]
     machine: dict[str, Any]
-    rows: list[BenchResult]
+    rows: list[Row]
+
+    def save(self, path: str | Path) -> Path:
+        """Write settings, machine and results to a JSON file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(path, json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+
+class BenchReport(Report[BenchResult]):
+    """Results of one benchmark run."""
 
     def table(self) -> Table:
         """Return the results as a table for the terminal, without empty columns."""
@@ -114,13 +126,6 @@ class Report:
             table.add_row(*(show(row) for show in shown.values()))
         return table
 
-    def save(self, path: str | Path) -> Path:
-        """Write settings, machine and results to a JSON file."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(path, json.dumps(asdict(self), indent=1) + "\n")
-        return path
-
     @property
     def is_right(self) -> bool:
         """Whether no result disagrees with standard training."""
@@ -142,7 +147,7 @@ def run(
     on_row: Callable[[BenchResult], None] | None = None,
     on_chunk: Callable[[str, int, int], None] | None = None,
     trust_remote_code: bool = False,
-) -> Report:
+) -> BenchReport:
     """Measure every mode at every context, shortest context first.
 
     Args:
@@ -159,6 +164,11 @@ def run(
         on_row: Called with each result.
         on_chunk: Called as on_chunk(phase, chunks done, chunks in total).
         trust_remote_code: Run Python code that comes with the model.
+
+    Example:
+        >>> report = run("demo", [64], chunk_size=16, device="cpu")
+        >>> [row.mode for row in report.rows], report.is_right
+        (['standard', 'oomb'], True)
     """
     for mode in modes:
         if mode not in MODES:
@@ -193,7 +203,7 @@ def run(
         finish(engine)
     precision = str(next(network.parameters()).dtype).removeprefix("torch.")
     used = {**asdict(config), "fused": engine.fuse, "dtype": precision, "lora": lora, "repeats": repeats}
-    return Report(model=model, settings=used, machine=metrics.machine(), rows=rows)
+    return BenchReport(model=model, settings=used, machine=metrics.machine(), rows=rows)
 
 
 class EngineStep:

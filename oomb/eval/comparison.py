@@ -30,7 +30,7 @@ from torch import Tensor
 
 from oomb.config import Config
 from oomb.engine.engine import Engine
-from oomb.eval.bench import MODES, TOLERANCE, EngineStep, StandardStep
+from oomb.eval.bench import MODES, TOLERANCE, EngineStep, Report, StandardStep
 from oomb.eval.verify import total_error
 from oomb.memory.host import free_gpu_bytes, free_host_bytes
 from oomb.models.load import load_model
@@ -74,25 +74,13 @@ class ContextResult:
     """Norm of the difference of all gradients, relative to the norm of standard training's."""
 
 
-@dataclass
-class StepComparison:
-    """The results, with the settings and the machine they were measured with."""
-
-    model: str
-    settings: dict[str, Any]
-    machine: dict[str, Any]
-    rows: list[ContextResult]
+class StepComparison(Report[ContextResult]):
+    """Results of both modes at all contexts."""
 
     @property
     def is_right(self) -> bool:
         # `not <=`, so that NaN counts as wrong.
         return not any(row.grad_difference is not None and not row.grad_difference <= TOLERANCE for row in self.rows)
-
-    def save(self, path: str | Path) -> Path:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        return path
 
 
 def compare_steps(

@@ -145,6 +145,10 @@ def verify(
         settings: Other fields of `oomb.Config`.
         seed: Seed of the tokens, and of a preset's weights.
         trust_remote_code: Run Python code that comes with the model.
+
+    Example:
+        >>> verify("demo", context=64, chunk_size=16, device="cpu").trusted
+        True
     """
     if chunk_size >= context:
         raise ValueError(
