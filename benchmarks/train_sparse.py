@@ -239,7 +239,7 @@ def main(
     verdict = (
         f"final losses are within {ASKED}" if met else f"final losses are NOT within {ASKED}, or a run is incomplete"
     )
-    log.verdict(f"final losses {verdict}" + ("" if gap is None else f": sparse minus dense is {gap:+.4f}"), met)
+    log.verdict(verdict + ("" if gap is None else f": sparse minus dense is {gap:+.4f}"), met)
     raise typer.Exit(0 if met else 1)
 
 

@@ -217,13 +217,13 @@ def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, rng: ra
         [(*leads[depth * settings.num_candidates + i], *value, *tail) for i, value in enumerate(values)]
         for depth, values in enumerate(groups)
     ]
-    asked = rng.sample(range(settings.num_depths), settings.num_depths)
-    suffix_size = sum(len(needles[depth][0]) for depth in asked)
+    question_order = rng.sample(range(settings.num_depths), settings.num_depths)
+    suffix_size = sum(len(needles[depth][0]) for depth in question_order)
     needle_size = sum(len(needle) for group in needles for needle in group)
     if 2 * (needle_size + suffix_size) > length:
         raise ValueError(
-            f"a haystack of {length:,} tokens is too short: {num_needles} needles and {len(asked)} questions take "
-            f"{needle_size + suffix_size:,} tokens, which must be at most half. Use "
+            f"a haystack of {length:,} tokens is too short: {num_needles} needles and {settings.num_depths} questions "
+            f"take {needle_size + suffix_size:,} tokens, which must be at most half. Use "
             f"{2 * (needle_size + suffix_size):,} tokens or more, fewer depths or fewer candidates"
         )
     body = length - suffix_size
@@ -241,7 +241,7 @@ def _haystack(text_T: Tensor, writer: _Writer, settings: NeedleSettings, rng: ra
         done = place
     suffix: list[int] = []
     questions = []
-    for depth in asked:
+    for depth in question_order:
         values, lead = groups[depth], leads[depth * settings.num_candidates]
         at = next(i for i, tokens in enumerate(zip(*values)) if len(set(tokens)) > 1)
         candidates = tuple(value[at] for value in values)
