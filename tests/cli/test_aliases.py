@@ -9,12 +9,12 @@ import pytest
 import yaml
 from command import invoke
 
-from oomb.cli.train.aliases import ALIASES, MEANT, REMEDIES, reject_two_values, setting_of
+from oomb.cli.train.aliases import ALIASES, NAME_OF, REMEDIES, reject_two_values, setting_of
 from oomb.cli.train.schema import KNOWN
 from oomb.cli.train.settings import PACKING_IN_TRL, TrainSettings
 from oomb.config import SettingError
 
-TWO_VALUES = "say the same thing differently: give one of them"
+TWO_VALUES = "are the same setting with different values: give one of them"
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_other_names_of_a_setting(here: Path, alias: str, name: str, value: str)
     assert printed("run.yaml", f"--{alias}", "demo")[name] == "demo"
     Path("run.yaml").write_text(f"{name}: {value}\n{alias}: {value}\n")
     assert printed("run.yaml")[name] == value
-    assert alias in MEANT and name in KNOWN
+    assert alias in NAME_OF and name in KNOWN
     assert f"--{name},--{alias}" in invoke("train", "--help").output
 
 
@@ -72,7 +72,7 @@ def test_two_names_with_two_values_are_refused(here: Path, alias: str, name: str
     assert TWO_VALUES in refused("train", f"--{alias}={value}", f"--{name}=demo")
     message = in_file(f"{alias}: {value}\n\n{name}: demo\n")
     assert message == f"error: run.yaml, line 3: {name} and {alias} in line 1 {TWO_VALUES}"
-    assert "line 2: " + f"{alias} stands there twice, first in line 1" in in_file(f"{alias}: a\n{alias}: a\n")
+    assert "line 2: " + f"{alias} is given twice, first in line 1" in in_file(f"{alias}: a\n{alias}: a\n")
 
 
 @pytest.mark.parametrize("command", [["eval", "demo"], ["tokenize", "--output", "tokens"]])
@@ -91,7 +91,7 @@ def test_what_is_not_here_is_answered_with_the_remedy(here: Path, name: str) -> 
 
 
 def test_remedies_name_what_is_there() -> None:
-    assert not REMEDIES.keys() & (KNOWN.keys() | MEANT.keys())
+    assert not REMEDIES.keys() & (KNOWN.keys() | NAME_OF.keys())
     for remedy in REMEDIES.values():
         assert set(re.findall(r"--(\w+)", remedy)) <= KNOWN.keys()
     assert ALIASES.keys() <= KNOWN.keys()

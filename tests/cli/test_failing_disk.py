@@ -58,8 +58,8 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
     on_log, failing = TrainingDisplay.on_log, []
     iterdir, free_bytes = Path.iterdir, files.free_bytes
 
-    def fail(self: Any, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        on_log(self, args, state, control, logs, **kwargs)
+    def fail(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        on_log(self, args, state, control, **kwargs)
         if state.global_step == 2:
             failing.append(True)
             stale()

@@ -251,7 +251,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
         (["--device", "abacus"], "device 'abacus' is unknown"),
         (["--resume_from_checkpoint", "nowhere"], "nowhere is not a checkpoint"),
         (["--tokenizer_name", "demo"], "has no tokenizer"),
-        (["--resume_from_checkpoint"], "takes the latest checkpoint of --output_dir: name that"),
+        (["--resume_from_checkpoint"], "needs --output_dir, to find its latest checkpoint"),
         (["--resume_from_checkpoint", "--output_dir", "none"], "--output_dir none holds no checkpoint to resume from"),
         (["--load_in_4bit"], "--load_in_4bit needs --use_peft"),
         (["--use_peft", "--lora_target_modules", "q_prj"], "has 'q_prj', but the model's linear layers are "),

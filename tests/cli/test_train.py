@@ -88,9 +88,9 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(here: Path) -> 
         ("seed: 1\n\n\noptim: sgd", "run.yaml, line 4: optim 'sgd' is unknown"),
         ("seed: 1\nkernels: magic", "run.yaml, line 2: kernels is 'magic'"),
         ("seed: 1\nchunk_size: 0", "run.yaml, line 2: chunk_size '0' is not a number of tokens"),
-        ("seed: 1\nseed: 2", "run.yaml, line 2: seed stands there twice, first in line 1"),
+        ("seed: 1\nseed: 2", "run.yaml, line 2: seed is given twice, first in line 1"),
         ("- seed", "run.yaml, line 1: settings are lines of the form"),
-        ("seed: 1\nmax_steps: [1", "run.yaml, line 2: this is no YAML"),
+        ("seed: 1\nmax_steps: [1", "run.yaml, line 2: this is not YAML"),
         ("seed: !!python/object:os.system x", "run.yaml, line 1: seed cannot be read"),
     ],
 )
@@ -412,14 +412,16 @@ def test_a_model_without_room_is_refused_before_training(here: Path, monkeypatch
     monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
     refused = invoke("train", *QUICK)
     assert refused.exit_code == 2
-    assert re.search(r"the trained model takes [\d,]+ bytes and 1,000 are free in --output_dir out", refused.output)
+    assert re.search(
+        r"the trained model needs [\d.]+ MiB, but only 0\.0 MiB are free in --output_dir out", refused.output
+    )
     assert not (here / "out" / "metrics.jsonl").exists()
 
 
 def test_an_output_dir_inside_a_file_is_refused(here: Path) -> None:
     refused = invoke("train", *TOY, "--output_dir", "text.txt/out")
     assert refused.exit_code == 2
-    assert "--output_dir text.txt/out cannot be made: " in refused.output
+    assert "--output_dir text.txt/out cannot be created: " in refused.output
     assert "text.txt is a file; name another" in refused.output
 
 
@@ -438,7 +440,7 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(output_dir.Path, "rename", full)
-        with pytest.raises(ValueError, match=r"saved in out/model \(No space left on device\): nothing of it is left"):
+        with pytest.raises(ValueError, match=r"saved in out/model \(No space left on device\): nothing of it was kept"):
             save.save(load.load_model("demo", device="cpu"), None, Path("out/model"))
 
 

@@ -37,6 +37,7 @@ from oomb.models import load
 from oomb.trainers import checkpoints
 from oomb.utils import files
 from oomb.utils.metrics import JsonLines
+from oomb.utils.units import gib
 
 ROOT = Path(__file__).parents[2]
 
@@ -244,7 +245,7 @@ def test_a_model_without_room_goes_elsewhere(
     [folder] = (places / found).glob("oomb-out-*")
     assert re.fullmatch(r"oomb-out-\d{8}-\d{6}", folder.name)
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
-    assert re.search(r"could not be saved in out \(No space left on device; [\d,]+ bytes were free\)", done.output)
+    assert re.search(r"could not be saved in out \(No space left on device; [\d.]+ GiB were free\)", done.output)
     assert load.load_model(str(folder / "model"), device="cpu") is not None
     assert events(folder) == ["start", "step", "step", "step", "end"]
     assert names(folder) == {"model", "metrics.jsonl", "config.yaml", "report.html"}
@@ -263,8 +264,8 @@ def test_places_known_to_be_too_small_are_not_tried(places: Path, monkeypatch: p
     done = invoke("train", *TOY)
     assert done.exit_code == 1, done.output
     [folder] = (places / "temporary").glob("oomb-out-*")
-    small = [f"{places / name} (1,000 bytes are free)" for name in ("home", "work")]
-    assert f"saved in out (1,000 bytes are free), {', '.join(small)}" in done.output
+    small = [f"{places / name} (0.0 MiB free)" for name in ("home", "work")]
+    assert f"saved in out (0.0 MiB free), {', '.join(small)}" in done.output
     assert (folder / "model" / "model.safetensors").is_file()
     assert names(places / "home") == set()
 
@@ -276,16 +277,13 @@ def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: p
     with pytest.raises(save_module.ModelNotSaved) as caught:
         save_module.save_somewhere(model, None, Path("out"), print)
     said = str(caught.value)
-    assert (
-        f"takes {checkpoints.weight_bytes(model):,} bytes and could not be saved anywhere, in out (No space left"
-        in said
-    )
+    assert f"needs {gib(checkpoints.weight_bytes(model))} and could not be saved in any of out (No space left" in said
     assert f"{places / 'work'} (No space" in said and f"{places / 'temporary'} (No space" in said
     assert said.endswith("name an --output_dir on another disk, and train again: there is no checkpoint")
     assert [*places.rglob("*model*"), *places.rglob("oomb-*")] == []
     Path("out/checkpoint-3").mkdir(parents=True)
     Path("out/checkpoint-3/trainer_state.json").write_text('{"global_step": 3}')
-    with pytest.raises(save_module.ModelNotSaved, match="go on from the newest checkpoint, out/checkpoint-3"):
+    with pytest.raises(save_module.ModelNotSaved, match="resume from out/checkpoint-3"):
         save_module.save_somewhere(model, None, Path("out"), print)
 
 
@@ -312,8 +310,8 @@ def test_a_report_that_fails_is_a_line(places: Path, monkeypatch: pytest.MonkeyP
 def test_an_error_of_the_system_while_training_loses_no_step(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_log = TrainingDisplay.on_log
 
-    def failing(self: Any, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        on_log(self, args, state, control, logs, **kwargs)
+    def failing(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        on_log(self, args, state, control, **kwargs)
         if state.global_step == 2:
             # As a tracker meets it, that writes files of its own.
             full()

@@ -134,7 +134,10 @@ def test_when_it_saves_is_told(flags: dict[str, Any], said: str) -> None:
 @pytest.mark.timing
 def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["train", *TOY, "--resume_from_checkpoint", "auto"]
-    assert "name that, or the checkpoint itself" in invoke("train", "--resume_from_checkpoint", "auto").output
+    assert (
+        "needs --output_dir, to find its latest checkpoint"
+        in invoke("train", "--resume_from_checkpoint", "auto").output
+    )
     # Killed before its first checkpoint, which leaves the metrics of its steps.
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 5.0}\n')
@@ -175,11 +178,11 @@ def test_what_is_not_as_it_was_is_told(here: Path) -> None:
         "--gradient_accumulation_steps", "2", "--resume_from_checkpoint", "out/checkpoint-1",
     )  # fmt: skip
     assert same.exit_code == 0, same.output
-    assert "this run goes on with" not in same.output
+    assert "but the checkpoint was trained with" not in same.output
     flags = ["--max_length", "1024", "--seed", "7", "--packing", "documents", "--dataset", "other.txt"]
     other = invoke(*run, *flags, "--resume_from_checkpoint", "out/checkpoint-1")
     assert other.exit_code == 0, other.output
-    rest = ": its place in the data is not the same"
+    rest = ": training will not resume at the same position in the data"
     for key, now, before in (
         ("max_length", "1,024", "256"),
         ("seed", "7", "42"),
@@ -189,12 +192,12 @@ def test_what_is_not_as_it_was_is_told(here: Path) -> None:
         ("per_device_train_batch_size", "2", "1"),
         ("gradient_accumulation_steps", "1", "2"),
     ):
-        line = f"this run goes on with {key} {now}; the checkpoint was trained with {before}{rest}"
+        line = f"{key} is {now} but the checkpoint was trained with {before}{rest}"
         is_told = key not in ("per_device_train_batch_size", "gradient_accumulation_steps")
         assert other.output.count(line) == is_told, (key, other.output)
     third = invoke(*run, *flags, "--gradient_accumulation_steps", "3", "--resume_from_checkpoint", "out/checkpoint-1")
-    assert third.output.count("this run goes on with") == 1, third.output
-    assert f"with gradient_accumulation_steps 3; the checkpoint was trained with 1{rest}" in third.output
+    assert third.output.count("but the checkpoint was trained with") == 1, third.output
+    assert f"gradient_accumulation_steps is 3 but the checkpoint was trained with 1{rest}" in third.output
 
 
 def test_settings_of_another_version_are_no_obstacle(here: Path) -> None:
@@ -224,7 +227,7 @@ def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, mo
     monkeypatch.chdir("elsewhere")
     resumed = invoke("train", "../out/config.yaml", "--resume_from_checkpoint")
     assert resumed.exit_code == 0, resumed.output
-    assert "this run goes on with" not in resumed.output
+    assert "but the checkpoint was trained with" not in resumed.output
     assert told_steps(here / "out") == [1, 2, 3, 3]
     assert not list(Path().iterdir())
     # Words and what is not there stay as they are.

@@ -156,7 +156,7 @@ def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
 
 
 def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
-    for name, message in (("model", "a trained model"), ("checkpoint-3", "checkpoints, none of them whole")):
+    for name, message in (("model", "a trained model"), ("checkpoint-3", "checkpoints, none of them complete")):
         folder = here / f"with {name}"
         (folder / name).mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(lines(START))

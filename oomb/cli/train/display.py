@@ -118,15 +118,9 @@ class TrainingDisplay(TrainerCallback):
         self._view.step, self._view.done = state.global_step, 0.0
         self.clock.step_done(self.state.step_times[-1])
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs or not self.state.step_times:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "loss" not in logs or not self.state.step_times:
             return
         step_time, speed, view = self.state.step_times[-1], self.state.last_speed, self._view
         mfu, stats = self.info.mfu(speed), self.engine.stats

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, its checkpoints, the saved model, and what it says at the end."""
+"""Choose and check the folder of a run, and find what earlier runs left in it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from oomb.trainers import checkpoints
 
 
 def output_dir_of(settings: TrainSettings) -> Path:
-    """Where the run writes. Refuses, before any work, what cannot be written."""
+    """Return the folder that the run writes to.
+
+    Raises:
+        ValueError: The folder cannot be written.
+    """
     if settings.output_dir is not None:
         chosen = Path(settings.output_dir).expanduser()
         if chosen.exists() and not chosen.is_dir():
             raise ValueError(f"--output_dir {chosen} is a file; name a folder")
         parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
         if not parent.is_dir():
-            raise ValueError(f"--output_dir {chosen} cannot be made: {parent} is a file; name another")
+            raise ValueError(f"--output_dir {chosen} cannot be created: {parent} is a file; name another")
         if not os.access(parent, os.W_OK):
-            raise ValueError(f"--output_dir {chosen} cannot be written: {parent} is read-only for you")
+            raise ValueError(f"--output_dir {chosen} cannot be written: you have no write permission for {parent}")
         return chosen
     if settings.resume_from_checkpoint is not None:
         return Path(settings.resume_from_checkpoint).parent
     source = Path(settings.model_name_or_path)
-    # A model that we saved ourselves is called "model"; its run has the telling name.
+    # `oomb train` saves to a folder called model; the folder of its run says more.
     name = source.parent.name if source.name == MODEL else source.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name) or MODEL
     candidates = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 1_000_000))
@@ -42,35 +46,40 @@ def output_dir_of(settings: TrainSettings) -> Path:
 
 
 def check_unused(settings: TrainSettings, output_dir: Path, *, ignore_metrics: bool = False) -> None:
-    """Refuses a folder that holds another run. `ignore_metrics`: but for one that has left metrics and nothing to go on
-    from."""
+    """Raise ValueError if the folder holds another run.
+
+    Args:
+        settings: Settings of the run.
+        output_dir: Its folder.
+        ignore_metrics: Accept a folder with metrics but nothing to resume from.
+    """
     if settings.overwrite_output_dir or settings.resume_from_checkpoint is not None:
         return
     newest = checkpoints.latest(output_dir, in_full=False)
     if newest is not None:
         raise ValueError(
-            f"{output_dir} already holds checkpoints; go on from the latest with --resume_from_checkpoint "
-            f"{shlex.quote(str(newest))}, name another --output_dir, or pass --overwrite_output_dir"
+            f"{output_dir} already holds checkpoints; resume with --resume_from_checkpoint {shlex.quote(str(newest))}, "
+            "name another --output_dir, or pass --overwrite_output_dir"
         )
     remedy = "name another --output_dir, or pass --overwrite_output_dir"
     if (output_dir / MODEL).exists():
         raise ValueError(f"{output_dir} already holds a trained model; {remedy}")
     if checkpoints.find(output_dir):
-        raise ValueError(f"{output_dir} already holds checkpoints, none of them whole; {remedy}")
+        raise ValueError(f"{output_dir} already holds checkpoints, none of them complete; {remedy}")
     if (output_dir / METRICS).exists() and not never_started(output_dir) and not ignore_metrics:
         raise ValueError(f"{output_dir} already holds the metrics of a run; {remedy}")
 
 
 def never_started(output_dir: Path) -> bool:
-    """Whether a run in this folder was started and ended before its first step. All that it left can be had again."""
+    """Return whether the run in this folder ended before its first step, so that nothing in it is worth keeping."""
     if (output_dir / MODEL).exists() or checkpoints.find(output_dir):
         return False
     events = _events(output_dir)
-    return bool(events) and not any(map(_tells_of_a_step, events))
+    return bool(events) and not any(map(_follows_a_step, events))
 
 
 def _events(output_dir: Path) -> list[dict[str, Any] | None]:
-    """What a run has told, line by line; None where a line cannot be read."""
+    """Return the events of a run's metrics; None for a line that cannot be read."""
     path = output_dir / METRICS
     lines = path.read_bytes().decode("utf-8", errors="replace").split("\n") if path.is_file() else []
     events: list[dict[str, Any] | None] = []
@@ -78,41 +87,47 @@ def _events(output_dir: Path) -> list[dict[str, Any] | None]:
         try:
             event = json.loads(line)
         except ValueError:
-            # The last line is empty, or all that a kill has left of one.
+            # The last line is empty, or was cut off by a kill.
             event = {} if number == len(lines) and '"step"' not in line else None
         events.append(event if isinstance(event, dict) else None)
     return events
 
 
-def _tells_of_a_step(event: dict[str, Any] | None) -> bool:
+def _follows_a_step(event: dict[str, Any] | None) -> bool:
     if event is None:
-        return True  # who knows
-    # With --logging_steps some steps are told of only by what follows them: a held-out loss, the end.
+        return True  # it may be a step
+    # With --logging_steps, only what follows a step may tell of it: a held-out loss, the end.
     return event.get("event") == "step" or any(event.get(name, 0) != 0 for name in ("step", "steps"))
 
 
 def checkpoint_of(settings: TrainSettings) -> str | None:
-    """The checkpoint to resume from, by its path."""
+    """Return the path of the checkpoint to resume from, or None to start from scratch.
+
+    Raises:
+        ValueError: There is no checkpoint, and the settings ask for one.
+    """
     chosen = settings.resume_from_checkpoint
     if chosen not in (LATEST, AUTO):
         return chosen
     if settings.output_dir is None:
-        raise ValueError(
-            "--resume_from_checkpoint takes the latest checkpoint of --output_dir: name that, or the checkpoint itself"
-        )
+        raise ValueError("--resume_from_checkpoint without a path needs --output_dir, to find its latest checkpoint")
     newest = checkpoints.latest(Path(settings.output_dir).expanduser())
     if newest is None and chosen == AUTO:
         return None
     if newest is None:
         raise ValueError(
-            f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out "
-            "--resume_from_checkpoint to start at the first step, or pass --resume_from_checkpoint auto"
+            f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out --resume_from_checkpoint "
+            "to start from scratch, or pass --resume_from_checkpoint auto"
         )
     return str(newest)
 
 
 def first_step(settings: TrainSettings) -> int:
-    """Steps that the checkpoint to resume from has behind it."""
+    """Return the step of the checkpoint to resume from, or 0.
+
+    Raises:
+        ValueError: The checkpoint is damaged, or does not fit the settings.
+    """
     if settings.resume_from_checkpoint is None:
         return 0
     folder = Path(settings.resume_from_checkpoint)
@@ -130,8 +145,8 @@ def first_step(settings: TrainSettings) -> int:
 
 
 def with_absolute_paths(settings: TrainSettings) -> TrainSettings:
-    """As config.yaml has them: paths that are there in full, so that the run can be gone on with from any folder."""
-    # These words are taken as such even where a folder is called so.
+    """Return the settings with absolute paths, so that config.yaml works from any folder."""
+    # Presets and stdlib stay words even if there is a folder of that name.
     is_word = {"model_name_or_path": presets.is_preset, "dataset": lambda name: name == STDLIB}
     paths: dict[str, Any] = {}
     for key in ("model_name_or_path", "tokenizer_name", "dataset", "output_dir"):
@@ -145,12 +160,17 @@ DATA_KEYS = (
     "dataset", "dataset_join", "packing", "max_length", "seed", "per_device_train_batch_size",
     "gradient_accumulation_steps",
 )  # fmt: skip
-"""Settings that decide which tokens a step reads. A checkpoint's place in the data is a number of batches."""
+"""Settings that decide which tokens a step reads. A checkpoint stores its position in the data as a number of batches."""
 
 
 def data_changes(settings: TrainSettings) -> list[str]:
-    """What is not as the run that wrote the checkpoint had it, and moves the place in the data. Of settings that are
-    resolved, but for the checkpoint to resume from; asked before config.yaml is written anew."""
+    """Return a warning for each setting that changes the position in the data of a resumed run.
+
+    Call it before config.yaml is overwritten.
+
+    Args:
+        settings: Resolved settings, with the checkpoint to resume from.
+    """
     if settings.resume_from_checkpoint is None:
         return []
     path = Path(settings.resume_from_checkpoint).parent / CONFIG
@@ -159,17 +179,17 @@ def data_changes(settings: TrainSettings) -> list[str]:
             TrainSettings(**{key: value for key, value in yaml_file.read(path).values.items() if key in TYPES})
         )
     except ValueError:
-        return []  # no file, or one that another version has written
+        return []  # no file, or one from another version
     now = with_absolute_paths(settings)
     keys = [key for key in DATA_KEYS if getattr(now, key) != getattr(stored, key)]
     if stored.packing == "auto":
         keys = [key for key in keys if key != "packing"]
     if now.examples_per_step == stored.examples_per_step:
-        # Four windows at once, or two and two, are the same four.
+        # Four examples at once read the same as two times two.
         keys = [key for key in keys if key not in DATA_KEYS[-2:]]
     return [
-        f"this run goes on with {key} {_shown(getattr(now, key))}; the checkpoint was trained with "
-        f"{_shown(getattr(stored, key))}: its place in the data is not the same"
+        f"{key} is {_shown(getattr(now, key))} but the checkpoint was trained with {_shown(getattr(stored, key))}: "
+        "training will not resume at the same position in the data"
         for key in keys
     ]
 
@@ -179,7 +199,7 @@ def _shown(value: Any) -> str:
 
 
 def newest_checkpoint(output_dir: Path) -> Path | None:
-    """The newest whole one, as far as the disk can be asked."""
+    """Return the newest complete checkpoint, or None if there is none or the disk fails."""
     try:
         return checkpoints.latest(output_dir, in_full=False)
     except OSError:
@@ -187,4 +207,4 @@ def newest_checkpoint(output_dir: Path) -> Path | None:
 
 
 MODEL = "model"
-"""In the folder of a run, beside its settings, metrics and checkpoints."""
+"""Folder of the trained model within that of the run."""

@@ -1,5 +1,4 @@
-"""The live panel of a training run: what it shows, as lines for any width, and the terminal it stands on. For work on
-files before it, a bar."""
+"""Draw the live panel of a run at the bottom of a terminal of any width."""
 
 from __future__ import annotations
 
@@ -19,40 +18,39 @@ from oomb.utils.units import gib, seconds
 LABEL_SIZE = 7
 SHORTEST_BAR, LONGEST_BAR = 8, 40
 NUM_LOSSES = 24
-"""Losses in the little curve."""
+"""Losses in the sparkline."""
 WIDEST = 120
-"""Beyond this, lines get no easier to read."""
+"""Columns of the panel at most: longer lines are hard to read."""
 MARGIN = 4
-"""Columns left free on the right: the terminal echoes ^C at the cursor, which stands at the end of the panel. On the
-last column the echo would begin a new line, and the next frame would be drawn one line too low."""
+"""Free columns on the right. The terminal echoes ^C at the cursor, which is at the end of the panel. In the last column
+the echo would start a new line, and the next frame would be drawn one line too low."""
 LEVELS, BAR = "▁▂▃▄▅▆▇█", ("━", "─")
 PLAIN_LEVELS, PLAIN_BAR = "_.-=*#", ("#", "-")
-"""For terminals that do not speak Unicode."""
+"""For terminals without Unicode."""
 
 
 @dataclass
 class PanelState:
-    """What the panel shows. None and empty: not known yet, or not there."""
+    """Values that the panel shows. None or empty: not known yet, or not applicable."""
 
     title: str = ""
     doing: str = "step"
-    """"step", or what is being evaluated."""
+    """"step", or the name of the evaluation."""
     step: int = 0
-    """Steps that are done."""
+    """Completed steps."""
     max_steps: int = 0
     phase: str = ""
     chunk: int = 0
     num_chunks: int = 0
     batch: int = 1
-    """The batch that is being computed, of those that make a step or an evaluation."""
+    """The current batch, of those in a step or an evaluation."""
     num_batches: int = 1
     pass_done: float = 0.0
-    """The share of the present pass."""
+    """Share of the current pass."""
     done: float = 0.0
-    """The share of the step, or of the evaluation."""
-    elapsed_s: float = 0.0
+    """Share of the step or evaluation."""
     left_s: float | None = None
-    """Of the step, or of the evaluation."""
+    """Seconds left of the step or evaluation."""
     run_elapsed_s: float = 0.0
     run_left_s: float | None = None
     losses: list[float] = field(default_factory=list)
@@ -63,12 +61,12 @@ class PanelState:
     mfu: float | None = None
     step_s: float | None = None
     memory: list[tuple[str, int, int | None]] = field(default_factory=list)
-    """(tier, bytes, bytes there are)"""
+    """(tier, bytes used, bytes in all)"""
     waited_s: float = 0.0
 
 
 def lines_of(view: PanelState, width: int, *, ascii_only: bool = False) -> list[Text]:
-    """The panel's lines, none wider than `width`: what does not fit beside its neighbours gets a line of its own."""
+    """Return the panel's lines, none wider than `width`. Items that do not fit on a line start a new one."""
     left = None if view.left_s is None else f"{seconds(view.left_s)} left"
     lines = []
     if view.doing == "step":
@@ -127,7 +125,11 @@ def _of(used: int, limit: int | None) -> str:
 
 
 def sparkline(values: Sequence[float], levels: str = LEVELS) -> str:
-    """A curve in one line of text: "█▅▃▂▁". Values that are no numbers leave a gap."""
+    """Return a curve as one line of text, with gaps for NaN and infinity.
+
+    >>> sparkline([3.0, 2.0, 1.0], PLAIN_LEVELS)
+    '#-_'
+    """
     known = [value for value in values if value - value == 0]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     span = (high - low) or 1.0
@@ -136,7 +138,7 @@ def sparkline(values: Sequence[float], levels: str = LEVELS) -> str:
 
 
 def _with_bar(label: str, text: str, share: float, items: list[str | None], width: int, ascii_only: bool) -> list[Text]:
-    """label text ━━━━──── item item, the items on a line of their own where the bar would get too short."""
+    """Return `label text ━━━━──── item item`, with the items on a line of their own if the bar would be too short."""
     shown = [item for item in items if item]
     head = _head(label)
     if text:
@@ -158,7 +160,7 @@ def _with_bar(label: str, text: str, share: float, items: list[str | None], widt
 
 
 def _flow(label: str, items: Sequence[str], width: int) -> list[Text]:
-    """The items beside each other, as many as fit in a line; the label before the first."""
+    """Return the items as lines, as many per line as fit, after the label."""
     lines: list[Text] = []
     line = _head(label)
     is_bare = True
@@ -177,15 +179,20 @@ def _flow(label: str, items: Sequence[str], width: int) -> list[Text]:
 
 
 def _head(label: str) -> Text:
-    # The label of an evaluation is longer than the others and moves what follows.
+    # The name of an evaluation is longer than the other labels.
     return Text(f"{label:<{LABEL_SIZE}}" if len(label) < LABEL_SIZE else f"{label} ")
 
 
 class LivePanel(Live):
-    """The panel at the bottom of a terminal, drawn again four times a second by a thread of its own.
+    """Panel at the bottom of a terminal, redrawn four times a second by a thread of its own.
 
-    Where the window gets narrower, terminals differ in what becomes of lines that no longer fit, so what stands on the
-    screen cannot be drawn over. It is cleared then, and the last lines that were printed are printed again.
+    When a window gets narrower, terminals differ in what they do with lines that no longer fit, so the panel cannot be
+    drawn over. The screen is then cleared, and the last printed lines are printed again.
+
+    Args:
+        console: Console to draw on.
+        view: Returns what to show.
+        printed: The last printed lines.
     """
 
     def __init__(self, console: Console, view: Callable[[], PanelState], printed: Sequence[RenderableType]) -> None:
@@ -207,15 +214,15 @@ class LivePanel(Live):
         view = self._view()
         width = self._width()
         ascii_only = self.console.options.ascii_only
-        # Two columns of frame and two of air.
+        # Two columns for the frame and two for spaces.
         lines = lines_of(view, width - 4, ascii_only=ascii_only)
-        # A longer title would make the frame wider than the window.
+        # A longer title would widen the frame beyond the window.
         title = Text(view.title)
         title.truncate(width - 6, overflow="crop" if ascii_only else "ellipsis")
         return Panel(Group(*lines), title=title, title_align="left", width=width, border_style="dim")
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Part of every print, of others too; rich calls it with the console's lock held."""
+        """Add the panel to whatever is printed. rich calls this with the console's lock held."""
         width = self._width()
         is_narrower, self._drawn_width = width < self._drawn_width, width
         if is_narrower and not self._alt_screen:

@@ -49,15 +49,9 @@ class StepRecorder(TrainerCallback):
         if self.state.stop_requested:
             control.should_training_stop = True
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "loss" not in logs or not self.state.step_times:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "loss" not in logs or not self.state.step_times:
             return
         self.state.losses.append(float(logs["loss"]))
         speed, stats = self.state.last_speed, self.engine.stats

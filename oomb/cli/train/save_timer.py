@@ -1,4 +1,4 @@
-"""Checkpoints by the clock, for runs that are killed and never said --save_steps."""
+"""Write checkpoints by the clock, so that a run without --save_steps loses little if it is killed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from oomb.trainers import checkpoints
 
 MARK = "oomb_by_time"
-"""An empty file in a checkpoint that the clock alone has asked for. Only such are deleted unasked."""
+"""Empty file in a checkpoint that only the clock asked for. Without --save_total_limit, only these are deleted."""
 KEPT = 2
-"""Of these, where --save_total_limit is not given."""
+"""Number of them to keep without --save_total_limit."""
 
 
 class SaveTimer(TrainerCallback):
-    """Asks for a checkpoint at the end of a step when so many minutes have passed since the last one."""
+    """Callback that asks for a checkpoint at the end of a step if enough time has passed since the last one.
+
+    Args:
+        minutes: Minutes between checkpoints.
+    """
 
     def __init__(self, minutes: float) -> None:
         self.seconds = minutes * 60
@@ -32,16 +36,16 @@ class SaveTimer(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         now = monotonic()
-        # The last step is followed by the model itself.
+        # After the last step, the model itself is saved.
         is_due = now - self._last >= self.seconds and state.global_step < state.max_steps
         self._is_ours = is_due and not control.should_save
         if self._is_ours:
             control.should_save = True
-            # Not only in on_save: a checkpoint that finds no room is tried again after as long, not at every step.
+            # Not only in on_save: if there is no space for a checkpoint, try again after another interval, not every step.
             self._last = now
 
     def about_to_delete(self, output_dir: Path) -> list[Path]:
-        """What goes when the checkpoint that was asked for is written."""
+        """Return the checkpoints that will be deleted once the requested one is written."""
         if not self._is_ours:
             return []
         return _marked(output_dir)[: 1 - KEPT]
@@ -56,7 +60,7 @@ class SaveTimer(TrainerCallback):
             (newest / MARK).touch()
         except OSError as error:
             warnings.warn(
-                f"{newest} could not be marked as one to be deleted in its time ({error.strerror or error})",
+                f"{newest} could not be marked ({error.strerror or error}): delete it yourself when it is no longer needed",
                 stacklevel=2,
             )
         for folder in _marked(Path(args.output_dir))[:-KEPT]:

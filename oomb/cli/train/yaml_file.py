@@ -1,4 +1,4 @@
-"""A run's settings as a YAML file: read with every fault named by file, line and key, and written to be read again."""
+"""Read and write the settings of a run as YAML. Errors name file, line and key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from oomb.cli.train.settings import TrainSettings
 from oomb.config import SettingError
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
-"""What every run has in its folder."""
+"""Files that every run has in its folder."""
 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What a file says, and where it says it."""
+    """Settings of a file, and the lines they are on."""
 
     path: Path
     values: dict[str, Any]
@@ -30,11 +30,11 @@ class FileSettings:
 
     @property
     def moved_to(self) -> Path | None:
-        """The folder of the run that these settings belong to, where they name another: it was moved or copied."""
+        """The folder of this file if it names another `output_dir`, because the run was moved or copied; else None."""
         named, folder = self.values.get("output_dir"), self.path.parent
         if self.path.name != CONFIG or named is None or Path(named).expanduser().resolve() == folder.resolve():
             return None
-        # A file that was edited to name another folder means it.
+        # If the file was edited to name another folder, the user means that one.
         return folder.absolute() if named == _wrote_to(folder) else None
 
     def where(self, key: str) -> str:
@@ -42,7 +42,7 @@ class FileSettings:
 
 
 def _wrote_to(folder: Path) -> str | None:
-    """Return the folder that a run says it wrote to when it last started, by its metrics."""
+    """Return the folder that a run wrote to when it last started, as its metrics tell."""
     try:
         starts = [line for line in (folder / METRICS).read_text().splitlines() if line.startswith('{"event": "start"')]
         return json.loads(starts[-1]).get("output_dir")
@@ -51,11 +51,15 @@ def _wrote_to(folder: Path) -> str | None:
 
 
 def read(path: Path) -> FileSettings:
-    """The settings of a YAML file: a mapping of known keys, each once, each of its type."""
+    """Return the settings of a YAML file.
+
+    Raises:
+        ValueError: The file is not a mapping of known keys, each given once and with a value of its type.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}), so it is no YAML file") from None
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}), so it is not a YAML file") from None
     except OSError as error:
         raise ValueError(f"the settings file {path} cannot be read: {error.strerror or error}") from None
     try:
@@ -63,9 +67,9 @@ def read(path: Path) -> FileSettings:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise ValueError(f"{path}{line}: this is no YAML: {error.problem or error.context}") from None
+        raise ValueError(f"{path}{line}: this is not YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: this is no YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path}: this is not YAML: {str(error).splitlines()[0]}") from None
     if root is None:
         return FileSettings(path, {}, {})
     if not isinstance(root, yaml.MappingNode):
@@ -87,24 +91,24 @@ def read(path: Path) -> FileSettings:
         except yaml.YAMLError as error:
             raise ValueError(f"{path}, line {line}: {written} cannot be read: {str(error).splitlines()[0]}") from None
         if names.get(key) == written:
-            raise ValueError(f"{path}, line {line}: {written} stands there twice, first in line {lines[key]}")
+            raise ValueError(f"{path}, line {line}: {written} is given twice, first in line {lines[key]}")
         if key in values and values[key] != value:
             first = f"{names[key]} in line {lines[key]}"
             raise ValueError(
-                f"{path}, line {line}: {written} and {first} say the same thing differently: give one of them"
+                f"{path}, line {line}: {written} and {first} are the same setting with different values: give one of them"
             )
         names[key], lines[key], values[key] = written, line, value
     return FileSettings(path, values, lines)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    # TRL and Hugging Face spell words the same way; a hyphen is the commonest slip.
+    # The most common slip is a hyphen for an underscore.
     near = difflib.get_close_matches(key.replace("-", "_").lower(), list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else "; `oomb train --help` lists them all"
 
 
 def write(settings: TrainSettings) -> str:
-    """The settings as YAML that `read` takes. An empty value: decided by model and data."""
+    """Return settings as YAML that `read` accepts. An empty value stands for a default."""
     blocks = []
     for panel, values in by_panel(settings):
         lines = [_line(key, value) for key, value in values.items()]
