@@ -17,8 +17,8 @@ _RECOMPUTED = (
     "recomputes each layer within a chunk)"
 )
 _ONE_GPU = (
-    "is for several GPUs, and oomb trains on one: leave it out. K, V and their gradients move to host memory as needed; "
-    "--optim offloaded_adamw moves AdamW there"
+    "is for several GPUs, and oomb trains on one: leave it out. K, V and their gradients move to host memory as "
+    "needed; --optim offloaded_adamw moves AdamW there"
 )
 _ATTENTION = "is not needed: oomb has its own attention; leave it out (--kernels selects the backend)"
 _LOSS = "is not needed: the loss of conversations and completions covers the answers alone; leave it out"

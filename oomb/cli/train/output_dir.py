@@ -116,8 +116,8 @@ def checkpoint_of(settings: TrainSettings) -> str | None:
         return None
     if newest is None:
         raise ValueError(
-            f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out --resume_from_checkpoint "
-            "to start from scratch, or pass --resume_from_checkpoint auto"
+            f"--output_dir {settings.output_dir} holds no checkpoint to resume from: leave out "
+            "--resume_from_checkpoint to start from scratch, or pass --resume_from_checkpoint auto"
         )
     return str(newest)
 
@@ -160,7 +160,7 @@ DATA_KEYS = (
     "dataset", "dataset_join", "packing", "max_length", "seed", "per_device_train_batch_size",
     "gradient_accumulation_steps",
 )  # fmt: skip
-"""Settings that decide which tokens a step reads. A checkpoint stores its position in the data as a number of batches."""
+"""Settings that decide which tokens a step reads. A checkpoint stores its position as a number of batches."""
 
 
 def data_changes(settings: TrainSettings) -> list[str]:

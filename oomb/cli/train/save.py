@@ -35,8 +35,8 @@ def check_room(model: Any, output_dir: Path) -> None:
     needed = weight_bytes(model)
     if needed > free:
         raise ValueError(
-            f"the trained model needs {gib(needed)}, but only {gib(free)} are free in --output_dir {output_dir}: free some "
-            "space, or name a folder on another disk"
+            f"the trained model needs {gib(needed)}, but only {gib(free)} are free in --output_dir {output_dir}: free "
+            "some space, or name a folder on another disk"
         )
 
 

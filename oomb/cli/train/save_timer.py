@@ -41,7 +41,7 @@ class SaveTimer(TrainerCallback):
         self._is_ours = is_due and not control.should_save
         if self._is_ours:
             control.should_save = True
-            # Not only in on_save: if there is no space for a checkpoint, try again after another interval, not every step.
+            # Not only in on_save: without space for a checkpoint, try again after another interval, not every step.
             self._last = now
 
     def about_to_delete(self, output_dir: Path) -> list[Path]:
@@ -60,7 +60,7 @@ class SaveTimer(TrainerCallback):
             (newest / MARK).touch()
         except OSError as error:
             warnings.warn(
-                f"{newest} could not be marked ({error.strerror or error}): delete it yourself when it is no longer needed",
+                f"{newest} could not be marked ({error.strerror or error}), so it will not be deleted automatically",
                 stacklevel=2,
             )
         for folder in _marked(Path(args.output_dir))[:-KEPT]:

@@ -95,7 +95,8 @@ def read(path: Path) -> FileSettings:
         if key in values and values[key] != value:
             first = f"{names[key]} in line {lines[key]}"
             raise ValueError(
-                f"{path}, line {line}: {written} and {first} are the same setting with different values: give one of them"
+                f"{path}, line {line}: {written} and {first} are the same setting with different values: "
+                "give one of them"
             )
         names[key], lines[key], values[key] = written, line, value
     return FileSettings(path, values, lines)
