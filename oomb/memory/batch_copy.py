@@ -1,8 +1,8 @@
-"""Many copies between the host and the GPU in one call, by the GPU's copy engines.
+"""Copy many blocks between host and GPU in one driver call, using the GPU's copy engines.
 
-Kernels could read and write pinned memory themselves, and must where only the GPU knows what to copy. But they take
-multiprocessors from the computation beside them: on an H200 a matrix product takes twice its time while kernels move
-pages both ways. Copy engines cost it nothing, and reach 45 GB/s each way with pages of 128 KiB.
+Kernels can read and write pinned memory, too, and must if only the GPU knows what to copy. But they take
+multiprocessors from the computation: on an H200 a matrix product takes twice its time while kernels move pages both
+ways. Copy engines do not slow it down, and reach 45 GB/s each way with pages of 128 KiB.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IN_ORDER_OF_STREAM, BESIDE_COMPUTATION = 1, 1
+STREAM_ORDER, OVERLAP_WITH_COMPUTE = 1, 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
 class Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: when sources are read, hints for both places (none given), and flags."""
+    """CUmemcpyAttributes: when sources are read, location hints (not used), and flags."""
 
     _fields_ = (
         ("order", ctypes.c_uint),
@@ -32,21 +33,21 @@ class Attributes(ctypes.Structure):
 
 @cache
 def _function() -> tuple[Any, bool] | None:
-    """The driver's function, and whether it wants to name the copy that failed. Drivers have it since CUDA 12.8."""
+    """Return the driver's batch copy function, and whether it reports which copy failed. It needs CUDA 12.8."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    for name, names_failed in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
+    for name, reports_failed in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
         function = getattr(driver, name, None)
         if function is not None:
-            return function, names_failed
+            return function, reports_failed
     return None
 
 
 @cache
 def is_available(device: torch.device) -> bool:
-    """Whether the driver does it: a first copy is tried."""
+    """Return whether the driver supports batch copies, by trying one."""
     if _function() is None or device.type != "cuda":
         return False
     try:
@@ -64,16 +65,21 @@ def is_available(device: torch.device) -> bool:
 
 
 def copy_all(targets: Tensor, sources: Tensor, num_bytes: int, stream: int) -> None:
-    """Copies `num_bytes` from each of `sources` to its target, all of them addresses in int64 on the CPU, in the order
-    of the stream (a handle of CUDA's)."""
+    """Copy `num_bytes` from each source to its target.
+
+    Args:
+        targets: Addresses, int64 on the CPU.
+        sources: As many addresses.
+        stream: CUDA handle of the stream that orders the copies.
+    """
     found, count = _function(), len(targets)
     assert found is not None and len(sources) == count
     if not count:
         return
-    function, names_failed = found
+    function, reports_failed = found
     sizes = torch.full((count,), num_bytes, dtype=torch.int64, device="cpu")
-    attributes, first = Attributes(IN_ORDER_OF_STREAM, flags=BESIDE_COMPUTATION), ctypes.c_size_t(0)
-    failed = [ctypes.byref(ctypes.c_size_t(0))] if names_failed else []
+    attributes, first = Attributes(STREAM_ORDER, flags=OVERLAP_WITH_COMPUTE), ctypes.c_size_t(0)
+    failed = [ctypes.byref(ctypes.c_size_t(0))] if reports_failed else []
     code = function(
         *(ctypes.c_void_p(x.data_ptr()) for x in (targets, sources, sizes)),
         ctypes.c_size_t(count),
@@ -85,4 +91,4 @@ def copy_all(targets: Tensor, sources: Tensor, num_bytes: int, stream: int) -> N
         ctypes.c_void_p(stream),
     )
     if code:
-        raise RuntimeError(f"the driver refused {count} copies of {num_bytes} bytes (error {code} of CUDA)")
+        raise RuntimeError(f"the driver refused {count} copies of {num_bytes} bytes (CUDA error {code})")

@@ -1,4 +1,4 @@
-"""Free memory of GPU and host, and pinned host memory."""
+"""Measure free GPU and host memory, and allocate pinned host memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 GAPS = 0.03
-"""Share of a GPU that lies between allocations: steps of Qwen2.5-7B reserved 3% to 6% more than they used; the margin
-that plans leave covers the rest."""
-
-
-PIECE_BYTES = GIB
-"""Host memory that is asked for at once."""
+"""Share of GPU memory lost to fragmentation. Steps of Qwen2.5-7B reserved 3% to 6% more than they used; the planner's
+safety margin covers the rest."""
+BLOCK_BYTES = GIB
+"""Host memory touched at once."""
 
 
 def free_gpu_bytes(device: torch.device) -> int | None:
-    """Memory that this process may still take on the device, or None where nobody counts it."""
+    """Return the memory that this process can still allocate on the device, or None on a CPU."""
     if device.type != "cuda":
         return None
     allocated = torch.cuda.memory_allocated(device)
@@ -41,28 +39,30 @@ def free_gpu_bytes(device: torch.device) -> int | None:
 
 
 def usable_gpu_bytes(device: torch.device) -> int | None:
-    """The same without what gaps will take."""
+    """Return the free memory of the device without what fragmentation will take."""
     free = free_gpu_bytes(device)
     return None if free is None else max(0, free - int(GAPS * (free + torch.cuda.memory_allocated(device))))
 
 
-def avoid_gaps(device: torch.device) -> None:
-    """Lets PyTorch's allocator grow its segments instead of adding others, unless the user has set it up. Without this
-    the gaps between activations took 1.7 of 24 GiB (LoRA of Qwen2.5-7B at 262,144 tokens), and a step that fitted by
-    the bytes it used ran out of memory."""
-    is_set_up = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+def use_expandable_segments(device: torch.device) -> None:
+    """Turn on expandable segments in PyTorch's allocator, unless the user has configured it.
+
+    Without them, fragmentation took 1.7 of 24 GiB (LoRA of Qwen2.5-7B at 262,144 tokens), and a step whose tensors fit
+    ran out of memory.
+    """
+    is_configured = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if device.type == "cuda" and sys.platform == "linux" and configure is not None and not is_set_up:
+    if device.type == "cuda" and sys.platform == "linux" and configure is not None and not is_configured:
         configure("expandable_segments:True")
 
 
 def free_host_bytes() -> int:
-    """Host memory that can still be taken: what the system has left, or the control groups we are in."""
+    """Return the host memory that can still be allocated, by the system and by our control groups."""
     return int(max(0, min([psutil.virtual_memory().available, *map(_free_in, _control_groups())])))
 
 
 def _control_groups() -> Iterator[Path]:
-    """Ours and those around it, in version 2 (one tree) or 1 (a tree for memory)."""
+    """Yield this process's control group and its parents, in version 2 (one tree) or 1 (a tree for memory)."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def _control_groups() -> Iterator[Path]:
 
 
 def _free_in(group: Path) -> float:
-    """What a control group may still take; page cache, which makes way, counts as free."""
+    """Return what a control group can still allocate. Page cache counts as free, since it can be evicted."""
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:
             free = int((group / limit).read_text()) - int((group / used).read_text())
@@ -88,11 +88,10 @@ def _free_in(group: Path) -> float:
 
 
 class HostSlab:
-    """Host memory that the GPU can copy from and to by itself.
+    """One allocation of pinned host memory, which the GPU copies from and to directly.
 
-    Touching all of it first and pinning it then takes 0.3 to 0.4 s a GiB on a 16-core virtual machine; an allocation
-    by `pin_memory=True` takes 0.5 and rounds up to a power of two. The mapping is shared: a data loader's fork leaves
-    it where the GPU knows it.
+    Touching and then pinning it takes 0.3 to 0.4 s per GiB on a 16-core virtual machine; `pin_memory=True` takes 0.5 s
+    and rounds up to a power of two. The mapping is shared, so that a fork by a data loader does not move it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -100,10 +99,10 @@ class HostSlab:
             memory = mmap.mmap(-1, max(1, num_bytes))
         except (OSError, ValueError, OverflowError) as error:
             raise OutOfPages(
-                f"the system refused {gib(num_bytes)} of host memory ({error}): lower host_memory or the context"
+                f"cannot allocate {gib(num_bytes)} of host memory ({error}): lower host_memory or the context"
             ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Followed where the system lets shared memory have huge pages (shmem_enabled), and harmless elsewhere.
+            # Only works if the system allows huge pages for shared memory (shmem_enabled); harmless otherwise.
             memory.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -114,32 +113,36 @@ class HostSlab:
 
 
 def touch(memory: Tensor) -> None:
-    """Writes to all of it, so that the system has to find it, a piece at a time: a system that has promised more memory
-    than it has ends the process that asks for it, so we do not ask for what is not there."""
+    """Write to all of `memory`, so that the system must provide it.
+
+    A system that overcommits kills the process that touches too much, so check the free memory before each block.
+    """
     done = 0
-    for piece in memory.split(PIECE_BYTES):
-        if (free := free_host_bytes()) < piece.nbytes:
+    for block in memory.split(BLOCK_BYTES):
+        if (free := free_host_bytes()) < block.nbytes:
             raise OutOfPages(
-                f"{gib(memory.nbytes)} of host memory were to be taken, and after {gib(done)} "
-                f"{gib(free)} were left: something else has taken memory since it was planned. Lower host_memory "
-                "or the context, or end what else is running"
+                f"cannot allocate {gib(memory.nbytes)} of host memory: after {gib(done)} only {gib(free)} are free, "
+                "because another process has taken memory since this step was planned. Lower host_memory or the "
+                "context, or stop the other process"
             )
-        piece.zero_()
-        done += piece.nbytes
+        block.zero_()
+        done += block.nbytes
 
 
 def pin(memory: Tensor, device: torch.device) -> None:
+    """Pin host memory for copies to and from `device`."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
         with suppress(RuntimeError):
-            # CUDA remembers the failure and would report it as that of the next kernel: let this be the one.
+            # CUDA would report this error at the next kernel launch; consume it here.
             torch.zeros(1, device=device)
         raise OutOfPages(
-            f"{gib(memory.nbytes)} of host memory could not be pinned ({error}): lower host_memory or the "
-            "context, or raise the machine's limit on locked memory"
+            f"cannot pin {gib(memory.nbytes)} of host memory (CUDA error {error}): lower host_memory or the context, "
+            "or raise the machine's limit on locked memory"
         )
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
+    """Undo `pin` once no copy uses the memory any more."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

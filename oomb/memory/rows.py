@@ -1,4 +1,4 @@
-"""How a token's bytes lie in memory, how a past is cut into segments, and the sizes of the buffers for them."""
+"""Lay out the bytes of a token, cut a past into segments, and size the staging buffers for them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 from oomb.ops.int8 import SCALE_DTYPE, dequantize, quantize
 
 KV, GRAD, OUT = "kv", "grad", "out"
-"""The kinds of pages: K and V; their gradients; attention outputs and their lse."""
+"""The kinds of pages: K and V, their gradients, and attention outputs with their LSE."""
 NEW = "new"
-"""The staging buffers of a chunk's own K and V on their way out."""
+"""Name of the staging buffers through which a chunk's own K and V go to the host."""
 
 SEGMENT_SIZE = 32768
-"""Most tokens in one segment. Longer segments save merges (a pass over the output each); on an H200 the attention
-kernel itself gains nothing above 32K."""
+"""Most tokens in one segment. Longer segments save merges, each of which is a pass over the output; on an H200 the
+attention kernel itself gains nothing above 32K."""
 SEGMENT_BYTES = 2**26
-"""Most bytes of K and V in one segment: 32768 tokens of a layer of Qwen2.5-7B. Several of them are staged at once."""
+"""Most bytes of K and V in one segment: 32768 tokens of a layer of Qwen2.5-7B. Several segments are staged at once."""
 ALIGNMENT = 16
 NUM_AHEAD = 3
-"""Buffers for segments: one in use, two on their way."""
+"""Buffers for segments: one in use, two being loaded."""
 NUM_BEHIND = 2
-"""Buffers for what a chunk leaves behind: one being filled, one on its way out."""
+"""Buffers for what a chunk stores: one being filled, one being stored."""
 
 
 def row_bytes(*field_bytes: int) -> int:
-    """Bytes of a row whose fields are aligned, as the widest loads of a GPU want them."""
+    """Return the bytes of a row whose fields are aligned for the widest loads of a GPU."""
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in field_bytes)
 
 
 def largest_segment(chunk_size: int, kv_row: int) -> int:
-    """Tokens of the largest segment: the chunk size times a power of two."""
+    """Return the tokens of the largest segment: the chunk size times a power of two."""
     size = chunk_size
     while size * 2 <= min(SEGMENT_SIZE, SEGMENT_BYTES // max(1, kv_row)):
         size *= 2
@@ -43,14 +43,19 @@ def largest_segment(chunk_size: int, kv_row: int) -> int:
 def staging_bytes(
     rows: Sequence[tuple[int, int, int]], sparse: Sequence[int], *, chunk_size: int, keeps: bool, needs_grad: bool
 ) -> int:
-    """GPU memory of all staging buffers, for layers with rows of so many bytes: K and V, their gradients, outputs.
-    Those numbered in `sparse` read chosen pages, and of runs of tokens the chunk's own alone."""
+    """Return the GPU memory of all staging buffers.
+
+    Args:
+        rows: Bytes per token of K and V, their gradients and outputs, for each layer.
+        sparse: Indices of the layers that read selected pages. Their segments cover the chunk's own tokens only.
+        keeps: Whether attention outputs are saved.
+    """
     sizes = ring_bytes(rows, sparse, chunk_size)
     return NUM_AHEAD * (sizes[KV] + sizes[GRAD] * needs_grad) + NUM_BEHIND * (sizes[NEW] + sizes[OUT] * keeps)
 
 
 def ring_bytes(rows: Sequence[tuple[int, int, int]], sparse: Sequence[int], chunk_size: int) -> dict[str, int]:
-    """Bytes of a buffer: for segments of K and V and of gradients, for what a chunk keeps, and for its new K, V."""
+    """Return the bytes of one staging buffer of each kind."""
     sizes = dict.fromkeys((KV, GRAD, OUT, NEW), 0)
     for index, (kv, grad, out) in enumerate(rows):
         segment = chunk_size if index in sparse else largest_segment(chunk_size, kv)
@@ -65,10 +70,10 @@ def ring_bytes(rows: Sequence[tuple[int, int, int]], sparse: Sequence[int], chun
 
 
 def segment_bounds(first: int, end: int, chunk_size: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Cuts [first, end) into few segments of few different sizes, since attention kernels are planned per size.
+    """Cut [first, end) into few segments of few different sizes, since attention backends plan for each size.
 
-    The sizes are chunk_size times powers of two, the largest first: 7 chunks of 4096 become 16384 + 8192 + 4096.
-    What is no multiple of the chunk (the start of a sliding window) comes first.
+    Sizes are chunk_size times powers of two, the largest first: 7 chunks of 4096 become 16384 + 8192 + 4096. A
+    remainder that is no multiple of the chunk size (the start of a sliding window) comes first.
     """
     ragged = (end - first) % chunk_size
     if ragged:
@@ -83,7 +88,11 @@ def segment_bounds(first: int, end: int, chunk_size: int, largest: int) -> Itera
 
 
 class RowLayout:
-    """The layout of a token's bytes: fields of shape [B, heads, ...] one after the other."""
+    """The layout of one token's bytes: aligned fields of shape [B, heads, ...], one after the other.
+
+    >>> RowLayout(((1, 4, 128), torch.bfloat16), ((1, 4, 128), torch.bfloat16)).num_bytes
+    2048
+    """
 
     def __init__(self, *fields: tuple[tuple[int, ...], torch.dtype]) -> None:
         self.fields = []
@@ -95,7 +104,7 @@ class RowLayout:
         self.num_bytes = at
 
     def views(self, data: Tensor, num_tokens: int) -> list[Tensor]:
-        """The fields of the first `num_tokens` rows in `data`, each [B, heads, T, ...]."""
+        """Return the fields of the first `num_tokens` rows in `data`, each [B, heads, T, ...]."""
         rows = data[: num_tokens * self.num_bytes].view(num_tokens, self.num_bytes)
         return [
             rows[:, at : at + size].view(dtype).view(num_tokens, *shape).movedim(0, 2)
@@ -104,17 +113,18 @@ class RowLayout:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether the fields are int8 with a scale per vector."""
         return self.fields[0][3] == torch.int8
 
     def read(self, fields: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """What the fields hold, in `dtype`, or as they are (8-bit ones in float32)."""
+        """Return the fields in `dtype`; None: as they are, or in float32 if they are quantized."""
         if not self.is_quantized:
             return fields if dtype is None else [field.to(dtype) for field in fields]
         *numbers, scales = fields
         return [dequantize(x, scales[..., index], dtype or torch.float32) for index, x in enumerate(numbers)]
 
     def write(self, fields: list[Tensor], tensors: Sequence[Tensor], seed: int | None = None) -> None:
-        """Fills the fields; 8-bit ones are rounded at random where there is a seed."""
+        """Write to the fields. With a seed, quantized ones are rounded stochastically."""
         if not self.is_quantized:
             for field, x in zip(fields, tensors, strict=True):
                 field.copy_(x)
@@ -127,21 +137,21 @@ class RowLayout:
 
 
 def kv_row(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
-    """The row of a token's K and V, or of their gradients, of shapes [B, heads, size]; in 8 bits with a scale each."""
+    """Return the layout of K and V, or of their gradients, of shapes [B, heads, size]. int8 adds a scale per vector."""
     if dtype == torch.int8:
         return RowLayout((k, dtype), (v, dtype), ((*k[:2], 2), SCALE_DTYPE))
     return RowLayout((k, dtype), (v, dtype))
 
 
 def pair_bytes(num_heads: int, k_size: int, v_size: int, itemsize: int) -> int:
-    """Bytes of such a row, for so many heads of all sequences."""
+    """Return the bytes of such a row, counting the heads of the whole batch."""
     scales = [num_heads * 2 * SCALE_DTYPE.itemsize] if itemsize == 1 else []
     return row_bytes(num_heads * k_size * itemsize, num_heads * v_size * itemsize, *scales)
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The rows of a layer, and how far it looks back."""
+    """The row layouts of one layer, and its sliding window."""
 
     kv: RowLayout
     grad: RowLayout
@@ -150,7 +160,7 @@ class LayerRows:
     window: int | None = None
 
     def working(self, kind: str) -> RowLayout:
-        """The row of K and V, or of their gradients, as attention computes with them."""
+        """Return the layout of K and V, or of their gradients, in the precision that attention computes in."""
         row = self.row(kind)
         return kv_row(row.fields[0][2], row.fields[1][2], self.dtype) if row.is_quantized else row
 

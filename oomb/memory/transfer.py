@@ -1,13 +1,13 @@
-"""Copies between host pages and staging buffers on the GPU, beside the computation and ahead of need.
+"""Copy between host pages and staging buffers on the GPU, in parallel with the computation and ahead of need.
 
-Three streams: the caller's, which computes; one that loads (into the GPU); one that stores (out of it). They meet in
-events only:
+There are three streams: the caller's, which computes, one that loads (to the GPU) and one that stores (to the host).
+Only events order them:
 
   a load waits for the store that wrote what it reads, and for the last use of the buffer it fills;
-  a computation waits for the load of the buffer it reads, and for the store of the buffer it writes;
+  the computation waits for the load of a buffer it reads, and for the store of a buffer it writes;
   a store waits for the computation that filled its buffer.
 
-Nothing here knows what the bytes mean. Without CUDA every copy is done at once and events are None.
+Nothing here knows what the bytes mean. Without CUDA, copies are synchronous and events are None.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ Event = Any
 Copies = list[tuple[Tensor, Tensor]]
 """(destination, source) pairs."""
 Work = Copies | Callable[[], None]
-"""Copies, or what makes them and counts them on the GPU: kernels that read there which ones, or copy engines."""
+"""Copies, or a function that launches them (kernels or copy engines) and counts their bytes on the GPU."""
 
 
 class CopyStreams:
-    """Runs copies in order on a stream for each direction, and counts what it does."""
+    """One copy stream per direction, with counters of bytes and stalls."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_async = device.type == "cuda"
         self._copied_bytes = [0, 0]
-        with torch.inference_mode(False):  # or else it could not be written outside of it
+        with torch.inference_mode(False):  # a tensor made in it could not be written later
             self.moved_bytes = torch.zeros(2, dtype=torch.int64, device=device)
-            """What kernels have loaded and stored, counted by them."""
+            """Bytes that kernels have loaded and stored. The kernels count them."""
         self._waited_seconds = 0.0
         self._waits: deque[tuple[Event, Event]] = deque()
         if self.is_async:
             self.loads, self.stores = (torch.cuda.Stream(device) for _ in range(2))
 
     def load(self, work: Work, after: Iterable[Event] = ()) -> Event:
-        """Copies to the GPU once `after` has happened; the event says when it is done."""
+        """Start a copy to the GPU after the events in `after`, and return the event of its completion."""
         self._copied_bytes[0] += 0 if callable(work) else sum(dst.nbytes for dst, _ in work)
         return self._run(self.loads if self.is_async else None, work, after)
 
     def store(self, work: Work, after: Iterable[Event] = ()) -> Event:
-        """Copies to the host once `after` has happened; the event says when it is done."""
+        """Start a copy to the host after the events in `after`, and return the event of its completion."""
         self._copied_bytes[1] += 0 if callable(work) else sum(dst.nbytes for dst, _ in work)
         return self._run(self.stores if self.is_async else None, work, after)
 
@@ -63,11 +63,11 @@ class CopyStreams:
         return self._copied_bytes[1] + int(self.moved_bytes[1])
 
     def mark(self) -> Event:
-        """The present point of the computation."""
+        """Return an event for the current point of the computation."""
         return torch.cuda.current_stream(self.device).record_event() if self.is_async else None
 
     def wait(self, event: Event) -> None:
-        """The computation goes on once `event` has happened. How long that holds it up is counted."""
+        """Make the computation wait for `event`, and count how long it stalls."""
         if event is None or event.query():
             return
         compute = torch.cuda.current_stream(self.device)
@@ -79,23 +79,23 @@ class CopyStreams:
         self._count_waits()
 
     def finish(self, event: Event) -> None:
-        """Waits for `event` on the host, which reads what was copied there."""
+        """Block the CPU until `event`, before it reads what was copied to it."""
         if event is not None:
             event.synchronize()
 
     def drain(self) -> None:
-        """Waits for everything, on the host: before memory that copies may still touch is given away."""
+        """Block the CPU until all copies are done, before memory they may touch is freed."""
         if self.is_async:
             torch.cuda.synchronize(self.device)
 
     @property
     def waited_seconds(self) -> float:
-        """How long the computation stood still for copies, up to the last that the GPU has come to."""
+        """How long the computation has stalled for copies, as far as the GPU has got."""
         self._count_waits()
         return self._waited_seconds
 
     def reset(self) -> None:
-        """Counts from zero again."""
+        """Reset the counters."""
         self._count_waits()
         self._copied_bytes = [0, 0]
         self.moved_bytes.zero_()
@@ -120,7 +120,7 @@ class CopyStreams:
             try:
                 _do(work)
             except BaseException:
-                # Nobody gets an event for what has set out.
+                # Some copies may be running, and the caller gets no event for them.
                 self.drain()
                 raise
         return stream.record_event()
@@ -136,7 +136,7 @@ def _do(work: Work) -> None:
 
 @dataclass(eq=False)
 class Buffer:
-    """A staging buffer."""
+    """One staging buffer."""
 
     bytes: Tensor
     free_after: Event = None
@@ -162,8 +162,15 @@ class BufferRing:
 
 @dataclass(frozen=True)
 class Load:
-    """What to bring into a buffer of `ring`, once all of `after` has happened: (offset in the buffer, bytes on the
-    host) pairs, or what a kernel finds out by itself. The key says what it is."""
+    """A request to fill a buffer.
+
+    Args:
+        key: Identifies the content.
+        ring: Where the buffer comes from.
+        pieces: (offset in the buffer, bytes on the host) pairs.
+        after: Events to wait for first.
+        gather: Fills the buffer instead of `pieces`, if only the GPU knows what to copy.
+    """
 
     key: tuple[Any, ...]
     ring: BufferRing
@@ -173,49 +180,49 @@ class Load:
 
 
 Issued = tuple[Load, Buffer, Event]
-"""A load under way, the buffer that it fills, and when it is done."""
+"""A load in flight, the buffer it fills, and the event of its completion."""
 
 
 class Prefetcher:
-    """Starts loads in the order in which they will be asked for, as far ahead as there are free buffers.
+    """Starts loads in the order in which they will be taken, as far ahead as there are free buffers.
 
-    The order is a forecast: if something else is asked for, it is loaded then, and the forecast is dropped.
+    The order is a forecast. If something else is taken, it is loaded on demand and the forecast is dropped.
     """
 
-    def __init__(self, copier: CopyStreams) -> None:
-        self.streams = copier
+    def __init__(self, streams: CopyStreams) -> None:
+        self.streams = streams
         self._coming: Iterator[Load] = iter(())
         self._next: Load | None = None
         self._name: object = None
         self._issued: deque[Issued] = deque()
         self._started: dict[tuple[Any, ...], Issued] = {}
-        """Asked for beside the forecast."""
+        """Loads in flight that are not part of the forecast, by key."""
 
     def start(self, load: Load) -> None:
-        """This will be asked for soon, whatever else is forecast. Nothing happens if there is no free buffer."""
+        """Start a load outside the forecast, if there is a free buffer."""
         if load.ring.free and load.key not in self._started:
             self._started[load.key] = self._issue(load)
 
     def expect(self, loads: Iterable[Load], name: object = None) -> None:
-        """From now on these will be asked for, in this order. A name is for `is_expecting`."""
+        """Set the forecast. `name` identifies it for `is_expecting`."""
         self.forget()
         self._coming, self._name = iter(loads), name
         self._next = next(self._coming, None)
         self._pump()
 
     def is_expecting(self, name: object) -> bool:
-        """Whether the forecast of this name still holds."""
+        """Return whether the forecast of this name is still valid."""
         return self._name == name
 
     def take(self, load: Load) -> Buffer:
-        """The buffer with what was asked for, ready for the computation to read and to overwrite."""
+        """Return the filled buffer, which the computation may read and overwrite."""
         if load.key in self._started:
             _, slot, done = self._started.pop(load.key)
             self.streams.wait(done)
             return slot
         if not self._issued or self._issued[0][0].key != load.key:
             if not load.pieces and load.gather is None and load.ring.free:
-                # A buffer to work in, and nothing to bring: the forecast may still come true.
+                # Nothing to load, only a buffer to work in: the forecast stays valid.
                 slot = load.ring.take()
                 self.streams.wait(slot.free_after)
                 return slot
@@ -226,7 +233,7 @@ class Prefetcher:
         return slot
 
     def give(self, ring: BufferRing, slot: Buffer, free_after: Event) -> None:
-        """Takes a buffer back."""
+        """Take a buffer back, and start the next load."""
         ring.give(slot, free_after)
         self._pump()
 
@@ -246,8 +253,11 @@ class Prefetcher:
         return load, slot, self.streams.load(copies, after)
 
     def forget(self) -> None:
-        """Drops the forecast. The pages that were on their way may be freed next, so the computation waits for them:
-        who overwrites pages waits for the computation."""
+        """Drop the forecast.
+
+        The computation waits for the loads in flight, because their pages may be freed and overwritten next, and
+        whoever overwrites pages waits for the computation.
+        """
         for load, slot, done in (*self._issued, *self._started.values()):
             self.streams.wait(done)
             load.ring.give(slot, done)

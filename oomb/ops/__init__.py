@@ -1,1 +1,1 @@
-"""Numeric primitives. Each has a PyTorch reference; some have a Triton kernel."""
+"""Numeric primitives, each with a PyTorch reference and some with a Triton kernel."""

@@ -1,7 +1,7 @@
-"""Log-probabilities of target tokens without a [tokens, vocabulary] tensor: the head runs in tiles, both ways.
+"""Compute log-probabilities of target tokens from the logits of one tile of rows, forward and backward.
 
-B batch, T tokens, N rows (tokens that count), V vocabulary, D hidden size. Sums over the vocabulary are in float32
-(float64 for a float64 model). The head is any differentiable function from hidden states to logits.
+The head runs tile by tile, so no [tokens, vocabulary] tensor exists. Sums over the vocabulary are in float32 (float64
+for a float64 model). B batch, T tokens, N rows (tokens that have a target), V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ IGNORE_INDEX = -100
 Function = Callable[..., Any]
 
 PLAIN_TILE = 2**26
-"""Logits computed at once when plain PyTorch holds several float32 copies of them: 256 MiB each."""
+"""Logits computed at once in plain PyTorch, which holds several float32 copies of them: 256 MiB each."""
 FUSED_TILE = 5 * 2**26
-"""The same when the arithmetic is fused and only bfloat16 logits exist: 640 MiB, 2048 rows at Qwen's vocabulary, enough
-to keep a GPU's matrix units busy and to add to the head's gradient seldom."""
+"""The same if the arithmetic is compiled and only bfloat16 logits exist: 640 MiB, 2048 rows with Qwen's vocabulary.
+That keeps a GPU's matrix units busy, and adds to the head's gradient rarely."""
 
 
 class TargetLogProb(torch.autograd.Function):
+    """`target_logprob` as an autograd function. `forward` and `backward` are the functions below, compiled or not."""
+
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, forward: Function, backward: Function) -> Tensor:
         logp, lse = forward(logits_NV, targets_N)
@@ -36,6 +38,7 @@ class TargetLogProb(torch.autograd.Function):
 
 
 def target_logprob(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities [N] of the targets (0 for `IGNORE_INDEX`) and the LSE [N] of the logits."""
     logits = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
     lse = logits.logsumexp(-1)
     picked = logits.gather(-1, targets_N.clamp_min(0).unsqueeze(-1)).squeeze(-1)
@@ -43,6 +46,7 @@ def target_logprob(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor
 
 
 def target_logprob_backward(logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, dlogp_N: Tensor) -> Tensor:
+    """Return the gradient of the logits [N, V]."""
     logits = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
     scale = torch.where(targets_N == IGNORE_INDEX, 0.0, dlogp_N).unsqueeze(-1)
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets_N.unsqueeze(-1)
@@ -82,8 +86,10 @@ _STATS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def rows_with_targets(targets_BT: Tensor, device: torch.device) -> tuple[Tensor | slice, Tensor]:
-    """The rows that the head must run on, and their targets. All of them if most count: leaving out a few would only
-    spoil the shape."""
+    """Return the rows that have a target, and their targets. If almost all have one, return all: the shape is regular.
+
+    The rows index the flattened [B * T] tokens.
+    """
     targets = targets_BT.flatten()
     rows = (targets != IGNORE_INDEX).nonzero().flatten()
     if len(rows) > 0.9 * len(targets):
@@ -92,7 +98,11 @@ def rows_with_targets(targets_BT: Tensor, device: torch.device) -> tuple[Tensor 
 
 
 def split_tiles(most_rows: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Slices of one size (but the last) of all tensors along their first dimension, of `most_rows` at the most."""
+    """Yield equal slices of all tensors along their first dimension, each of at most `most_rows`.
+
+    >>> [len(tile) for tile, in split_tiles(4, torch.zeros(10))]
+    [4, 4, 2]
+    """
     total = rows[0].shape[0]
     if total == 0:
         return

@@ -1,4 +1,7 @@
-"""Launch the Triton kernels of attention to selected pages."""
+"""Launch the Triton kernels of attention to selected pages.
+
+B batch, H query heads, T queries, D head size, P pages, N query tiles, C selected pages per tile.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from oomb.ops.rounding import DROPPED_BITS
 from oomb.ops.triton_support import LOG2_E, matrix_tile
 
 ALIGNED_BYTES = 16
-"""The widest load of a GPU; pages and their rows begin at multiples of it."""
+"""The widest load of a GPU. Pages and their rows are aligned to it."""
 
 
 class Pages(Protocol):
-    """Where K and V of the past lie, or their gradients. `base` is flat; sizes and places count numbers, not bytes."""
+    """Pages of K and V, or of their gradients. `base` is flat; offsets and sizes count elements, not bytes."""
 
     @property
     def base(self) -> Tensor: ...
@@ -35,7 +38,7 @@ class Pages(Protocol):
     def value_size(self) -> int: ...
     @property
     def value_at(self) -> int:
-        """Where V begins in a row."""
+        """Offset of V in a row."""
 
 
 class Grads(Pages, Protocol):
@@ -43,11 +46,11 @@ class Grads(Pages, Protocol):
 
     @property
     def touched_BP(self) -> Tensor:
-        """1 where something has been added to a sequence's page."""
+        """1 where a batch entry's page has received a gradient. Other pages are uninitialized."""
 
     @property
     def seed(self) -> int:
-        """Of the random rounding."""
+        """Seed of the stochastic rounding."""
 
 
 def launch_forward(
@@ -61,11 +64,17 @@ def launch_forward(
     tile_size: int,
     has_gaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`has_gaps`: some entries of `chosen` may be -1."""
+    """Return output and LSE over the selected pages and the keys that `own` attended to.
+
+    Args:
+        own: Attention of the queries to their own chunk, which the softmax starts from.
+        own_lse: Its LSE.
+        has_gaps: Whether entries of the selection may be -1.
+    """
     from oomb.ops.triton_kernels.page_attention import forward_kernel
 
     B, H, T, D = q.shape
-    # [B, T, H, D] in memory, as models go on with it.
+    # [B, T, H, D] in memory: the layout that models continue with.
     out = torch.empty(B, T, H, pages.value_size, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     tile_q, tile_k, warps, stages = _tiling("forward", q, pages, tile_size)
@@ -94,7 +103,7 @@ def launch_dq(
     tile_size: int,
     has_gaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dq, that of `own` included, and delta [B, H, T]: the sum of dout * out over a row."""
+    """Return dq including `own_dq`, and delta [B, H, T]: the sum of dout * out over D."""
     from oomb.ops.triton_kernels.page_attention import dq_kernel
 
     B, H, T, D = q.shape
@@ -125,7 +134,7 @@ def launch_dkv(
     scale: float,
     tile_size: int,
 ) -> None:
-    """Adds dk and dv to the gradient pages, which are numbered as those of K and V."""
+    """Add dk and dv to the gradient pages, which have the same numbers as those of K and V."""
     from oomb.ops.triton_kernels.page_attention import dkv_kernel
 
     _, H, T, D = q.shape
@@ -147,10 +156,14 @@ def launch_dkv(
 
 
 def invert(chosen_BNC: Tensor, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For every page of every sequence, i = b * num_pages + page: which tiles read it, as b * N + tile, one list after
-    the other; where the lists end; and the pages in the order of their readers' number, as many as can have any.
+    """Return which tiles read each page: (readers, ends, order).
 
-    Nothing here waits for the GPU: sizes depend on shapes alone. What was not chosen is sorted to the end.
+    Page p of batch entry b has the index i = b * num_pages + p. Its readers are readers[ends[i - 1]:ends[i]], each as
+    b * N + tile. `order` has the indices, most read first, as many as can have readers at all.
+
+    Two tiles that select pages [0, 2] and [2] of three: readers [0, 0, 1], ends [1, 1, 3], order [2, 0, 1].
+
+    Sizes depend on shapes alone, so nothing waits for the GPU. Entries of -1 are sorted to the end.
     """
     B, N, C = chosen_BNC.shape
     chosen = chosen_BNC.long()
@@ -164,12 +177,12 @@ def invert(chosen_BNC: Tensor, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _places(pages: Pages, chosen_BNC: Tensor) -> Tensor:
-    """Where the chosen pages begin; those that were not chosen at the first, which is never read."""
+    """Return the offsets of the selected pages. Entries of -1 get that of page 0, which is then not read."""
     return pages.offsets_P[chosen_BNC.long().clamp(min=0)]
 
 
 def _row_strides(pages: Pages) -> tuple[int, int, int, int]:
-    """Between rows, and heads; where V begins; between heads of V."""
+    """Return the strides of rows and of key heads, the offset of V, and the stride of value heads."""
     return pages.row_size, pages.head_size, pages.value_at, pages.value_size
 
 
@@ -185,12 +198,12 @@ def _sizes(q: Tensor, pages: Pages) -> dict[str, int | str]:
 
 
 def _alignment(pages: Pages) -> int:
-    """Numbers in 16 bytes, at multiples of which pages begin."""
+    """Return the elements in 16 bytes: pages begin at multiples of that."""
     return ALIGNED_BYTES // pages.base.dtype.itemsize
 
 
 def _masks(pages: Pages, tile_k: int, has_gaps: bool) -> dict[str, bool]:
-    """What the kernels that go through lists of pages have to mask."""
+    """Return what the kernels that read lists of pages have to mask."""
     return {
         "PADDED": _is_padded(pages),
         "GAPS": has_gaps or pages.page_size % tile_k > 0 or pages.length % pages.page_size > 0,
@@ -206,35 +219,32 @@ TILINGS = {
     "dq": ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
     "dkv": ((64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
 }
-"""(queries and tokens at a time, warps, loads under way), the fastest first. Measured on an H200 with a chunk of 4096,
+"""(queries per tile, tokens per tile, warps, pipeline stages), fastest first. Measured on an H200 with a chunk of 4096,
 28 query heads over 4, head size 128, 64 random pages of 128: 420 TFLOP/s forward, 560 dq, 387 dk and dv; with 64 tokens
-at a time 344 and 484."""
-
-
+per tile 344 forward and 484 dq."""
 SHARED_BYTES = 227 * 1024
-"""Of an H200; other GPUs are asked."""
-
-
+"""Shared memory of an H200, assumed in the interpreter. GPUs report theirs."""
 SMALL_SHARED_BYTES = 99 * 1024
-"""Of those that do not answer."""
+"""Shared memory assumed for GPUs that do not report theirs."""
 
 
 def _tiling(kernel: str, q: Tensor, pages: Pages, tile_size: int) -> tuple[int, int, int, int]:
-    """Queries and tokens at a time, warps, and loads under way: the fastest that fits into shared memory."""
+    """Return queries and tokens per tile, warps and pipeline stages: the fastest entry that fits in shared memory."""
     size, width = q.dtype.itemsize, matrix_tile(pages.head_size) + matrix_tile(pages.value_size)
-    room = SHARED_BYTES
+    shared_bytes = SHARED_BYTES
     if q.is_cuda:
-        room = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", SMALL_SHARED_BYTES)
-    # Accumulators of wide heads, and float32 products (which have no matrix instruction), need registers.
-    most = 32 if size == 4 else 128 if width <= 256 else 64
+        properties = torch.cuda.get_device_properties(q.device)
+        shared_bytes = getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED_BYTES)
+    # Wide heads need registers for accumulators, and float32 products for themselves: they have no matrix instruction.
+    max_tokens = 32 if size == 4 else 128 if width <= 256 else 64
     tiling = (16, 16, 4, 1)
     for queries, tokens, num_warps, num_stages in TILINGS[kernel]:
         tile_q = min(queries, tile_size, 128 if size < 4 else 64)
-        tile_k = min(tokens, matrix_tile(pages.page_size), most)
-        # What stays: queries (for dq their output's gradient too), or the keys and values of a page.
+        tile_k = min(tokens, matrix_tile(pages.page_size), max_tokens)
+        # Resident tiles: queries (for dq also dout), or the keys and values of a page.
         held = {"forward": tile_q * width // 2, "dq": tile_q * width, "dkv": tile_k * width}[kernel]
         step = tile_q if kernel == "dkv" else tile_k
         tiling = tile_q, tile_k, num_warps, num_stages
-        if (held + num_stages * step * width) * size <= room - 2048:
+        if (held + num_stages * step * width) * size <= shared_bytes - 2048:
             break
     return tiling

@@ -207,7 +207,7 @@ MUTATIONS = [
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_access_is_ordered(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # The clocks look at 16 bytes at a time: 4 scales.
-    monkeypatch.setattr(optim_state, "BLOCK_SIZE", 4 * moments.RUN)
+    monkeypatch.setattr(optim_state, "BLOCK_SIZE", 4 * moments.BLOCK)
     clocks = Clocks()
     with Watch(clocks):
         run(form, clocks)

@@ -32,14 +32,14 @@ def nothing_is_held(engine: oomb.Engine) -> bool:
 def test_memory_gone_since_the_plan_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Touching it would make the system kill the process."""
     left = iter([3000, 2000, 999])
-    monkeypatch.setattr(host, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(host, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(host, "free_host_bytes", lambda: next(left))
     memory = torch.full((2500,), 7, dtype=torch.uint8)
     host.touch(memory)
     assert not memory.any(), "the last piece takes 500"
     left = iter([3000, 999])
     memory = torch.full((2500,), 7, dtype=torch.uint8)
-    with pytest.raises(OutOfPages, match="taken"):
+    with pytest.raises(OutOfPages, match="host_memory"):
         host.touch(memory)
     assert not memory[:1000].any() and memory[1000:].all()
 
@@ -107,9 +107,9 @@ def test_segments_are_expandable_unless_the_user_configured_the_allocator(
         monkeypatch.delenv(name, raising=False)
     if set_by_user is not None:
         monkeypatch.setenv(set_by_user, "max_split_size_mb:512")
-    host.avoid_gaps(torch.device("cpu"))
+    host.use_expandable_segments(torch.device("cpu"))
     assert not settings
-    host.avoid_gaps(torch.device("cuda"))
+    host.use_expandable_segments(torch.device("cuda"))
     assert settings == ([] if set_by_user else ["expandable_segments:True"])
 
 
@@ -160,7 +160,7 @@ def test_failed_pinning_raises_and_leaves_nothing() -> None:
     memory, device = torch.empty(1 << 24, dtype=torch.uint8), torch.device("cuda", 0)
     host.pin(memory, device)
     try:
-        with pytest.raises(OutOfPages, match="pinned"):
+        with pytest.raises(OutOfPages, match="cannot pin"):
             host.pin(memory, device)
         torch.cuda.synchronize()
         torch.ones(3, device="cuda").sum().item()

@@ -70,7 +70,7 @@ def dynamic_levels(is_signed: bool) -> Tensor:
 
 def dynamic_code(x: Tensor, levels: Tensor) -> Tensor:
     """x by that code and back, rounded at random."""
-    runs = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % moments.RUN)).view(-1, moments.RUN)
+    runs = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % moments.BLOCK)).view(-1, moments.BLOCK)
     scales = runs.abs().amax(1, keepdim=True).clamp(min=1e-38)
     shares = runs / scales
     above = torch.searchsorted(levels, shares).clamp(1, len(levels) - 1)

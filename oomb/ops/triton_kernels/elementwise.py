@@ -1,4 +1,4 @@
-"""The Triton kernels. Imported only where Triton is installed; a plain PyTorch reference stands beside each caller."""
+"""Triton kernels that merge partial attention and add gradients, and their stochastic rounding."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ def merge_kernel(
     x_b, x_h, x_t, y_b, y_h, y_t, out_b, out_h, out_t,
     WEIGHTED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """out = x + y, or with WEIGHTED each of them times exp(its lse - the merged lse), which goes to lse_out.
+    """Write x + y to out. With WEIGHTED, weigh each by exp(its LSE - the merged LSE), which goes to lse_out.
 
-    x, y and out are [B, H, T, D] with strides *_b, *_h, *_t and 1; an lse is [B, H, T] and contiguous. A program does
-    TILE_T rows of one head.
+    x, y and out are [B, H, T, D] with strides *_b, *_h, *_t and 1; an LSE is [B, H, T] and contiguous. A program
+    processes TILE_T rows of one head. Values 4 and 8 with LSEs log 1 and log 3 give 4 * 1/4 + 8 * 3/4 = 7, LSE log 4.
     """
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = (tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)).to(tl.int64)
@@ -38,8 +38,11 @@ def merge_kernel(
 
 @triton.jit
 def mixed_bits(seed, index):
-    """32 bits that look random, of a seed and an index: multiplications and shifts that spread every bit over all.
-    Triton's own generator gives better ones and takes ten rounds for it: it made `dkv_kernel` 1.6 times slower."""
+    """Return 32 pseudorandom bits for a seed and an index.
+
+    Multiplications and shifts spread every bit over all others. Triton's own generator is better but takes ten rounds,
+    which made `dkv_kernel` 1.6 times slower.
+    """
     x = index.to(tl.uint32) ^ (tl.cast(seed, tl.uint32) * 0x9E3779B9)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0xD35A2D97
@@ -48,17 +51,17 @@ def mixed_bits(seed, index):
 
 @triton.jit
 def stochastic_round(x, seed, index, DROPPED: tl.constexpr):
-    """float32 without its last DROPPED bits, up or down with the probability that is due."""
+    """Drop the last DROPPED bits of float32, rounding up with probability equal to the remainder."""
     bits = mixed_bits(seed, index).to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
     moved = ((x.to(tl.int32, bitcast=True) + bits) & (-(1 << DROPPED))).to(tl.float32, bitcast=True)
-    # Infinities and NaN stay what they are: a difference of two of them is not zero.
+    # Infinities and NaN stay unchanged: x - x is not zero for them.
     return tl.where(x - x == 0.0, moved, x)
 
 
 @triton.jit
 def add_share_kernel(total, x, seed, num_elements, DROPPED: tl.constexpr, TILE: tl.constexpr):
-    """total += x in float32, both flat and of any precision; with DROPPED > 0 the sum loses that many bits by random
-    rounding. Random bits repeat after 2**32 numbers."""
+    """Add x to total in float32, both flat and of any dtype. With DROPPED > 0 that many bits of the sum are dropped by
+    stochastic rounding, whose random bits repeat after 2**32 elements."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < num_elements
     summed = tl.load(total + at, inside).to(tl.float32) + tl.load(x + at, inside).to(tl.float32)
@@ -72,10 +75,10 @@ def accumulate_kernel(
     total, share, seed, T, D, total_b, total_k, total_t, share_b, share_k, share_t,
     DROPPED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """total += share in float32; with DROPPED > 0 the sum loses that many bits by random rounding.
+    """Add share to total in float32. With DROPPED > 0 that many bits of the sum are dropped by stochastic rounding.
 
-    Both are [B, K, T, D] with strides *_b, *_k, *_t and 1. A program does TILE_T tokens of one head. The random bits of
-    an element come from `seed` and its index in a contiguous [B, K, T, D].
+    Both are [B, K, T, D] with strides *_b, *_k, *_t and 1. A program processes TILE_T tokens of one head. The random
+    bits of an element depend on `seed` and its index in a contiguous [B, K, T, D].
     """
     k, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = (tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)).to(tl.int64)

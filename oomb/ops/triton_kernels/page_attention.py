@@ -1,12 +1,12 @@
-"""The Triton kernels of attention to chosen pages; `oomb.attention.sparse_reference` says what they compute.
+"""Triton kernels of attention to selected pages. `oomb.attention.sparse_reference` is the PyTorch reference.
 
-A page is PAGE rows; page p begins `offset` numbers after `base`, at any distance, and its rows are row_stride apart. In
-a row, sequence b's key/value head k has its key at (b * K + k) * head_stride and its value at value_at + (b * K + k) *
-value_stride. Tensors of queries are [B, H, T, D] with strides *_b, *_h, *_t and 1; lse and delta are [B, H, T] and
-contiguous. Lists of chosen pages are [B, N, num_chosen]. Scores are kept in base 2.
+A page is PAGE rows, row_stride apart. Page p begins at any offset from `base`. In a row, head k of batch entry b has
+its key at (b * K + k) * head_stride and its value at value_at + (b * K + k) * value_stride. Tensors of queries
+are [B, H, T, D] with strides *_b, *_h, *_t and 1; lse and delta are [B, H, T] and contiguous. Lists of selected pages
+are [B, N, num_chosen]. Scores are in base 2.
 
-Pages begin at a multiple of ALIGNED numbers, which lets loads be wide. GAPS says that some of what a tile reads may not
-exist: entries of -1, tokens from `length` on, rows past the end of a page. Without it nothing is masked.
+Pages begin at multiples of ALIGNED elements, which allows wide loads. GAPS means that some of what a tile reads may not
+exist: entries of -1, tokens beyond `length`, rows beyond the end of a page. Without it nothing is masked.
 """
 
 import triton
@@ -75,10 +75,10 @@ def forward_kernel(
     TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of TILE_Q queries of a tile, of one head, to the pages that the tile has chosen, together with what
-    it has already attended to: `own` and its lse are where the softmax begins.
+    """Compute attention of TILE_Q queries of one tile and head to the tile's selected pages and the chunk's own keys.
 
-    With own = 4, own_lse = log 1, and one page of one token with score log 3 and value 8: out = 7, lse = log 4.
+    The softmax starts from `own` and `own_lse`, the result for the chunk's own keys. With own = 4, own_lse = log 1, and one
+    page of one token with score log 3 and value 8: out = 7, lse = log 4.
     """
     b, h, t64, d, dv, is_query, q_mask, v_mask, at_query = query_positions(T, D, Dv, TILE_Q, TILE_D, TILE_V)
     q_tile = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :], q_mask, other=0.0)
@@ -113,8 +113,10 @@ def dq_kernel(
     TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of TILE_Q queries of a tile, of one head: `own`, and what comes from the pages that the tile has chosen.
-    out and lse are those of the whole softmax. delta, the sum of dout * out over a row, is written for `dkv_kernel`."""
+    """Compute dq of TILE_Q queries of one tile and head: `own` plus the part of the tile's selected pages.
+
+    out and lse are those of the whole softmax. delta, the sum of dout * out over D, is written for `dkv_kernel`.
+    """
     b, h, t64, d, dv, is_query, q_mask, v_mask, at_query = query_positions(T, D, Dv, TILE_Q, TILE_D, TILE_V)
     q_tile = tl.load(q + b * q_b + h * q_h + t64[:, None] * q_t + d[None, :], q_mask, other=0.0)
     do_tile = tl.load(dout + b * do_b + h * do_h + t64[:, None] * do_t + dv[None, :], v_mask, other=0.0)
@@ -149,12 +151,13 @@ def dkv_kernel(
     TILE_K: tl.constexpr, TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, DROPPED: tl.constexpr,
     STAGES: tl.constexpr, ALIGNED: tl.constexpr, GRAD_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of TILE_K tokens of one page, one sequence and one key/value head, from all tiles that chose the page,
-    added to the page's gradient rows (or written there, if nobody has touched them yet).
+    """Compute dk and dv of TILE_K tokens of one page, batch entry and key/value head, from all tiles that read it.
 
-    Those that chose page p of sequence b are readers[reader_ends[i - 1]:reader_ends[i]] with i = b * num_pages + p,
-    each as b * num_tiles + tile. order holds the i, the most read first: the longest work begins first. Nobody else
-    writes these rows, so there are no atomics and the result is always the same.
+    They are added to the page's gradient rows, or written there if the page has received no gradient yet.
+
+    The readers of page p of batch entry b are readers[reader_ends[i - 1]:reader_ends[i]] with i = b * num_pages + p,
+    each as b * num_tiles + tile. `order` has the i, most read first, so that the longest work starts first. No other
+    program writes these rows, so there are no atomics and the result is deterministic.
     """
     PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
     PARTS: tl.constexpr = QUERY_TILE // TILE_Q
@@ -210,7 +213,7 @@ def dkv_kernel(
             dk += tl.load(dk_at, k_mask, other=0.0).to(tl.float32)
             dv_sum += tl.load(dv_at, v_mask, other=0.0).to(tl.float32)
         if DROPPED > 0:
-            # Wraps around after 2**32 numbers: those that far apart share their random bits.
+            # Wraps around: elements 2**32 apart share their random bits.
             row = ((head.to(tl.int32) * num_pages + page) * PAGE + s)[:, None] * 2
             dk = stochastic_round(dk, seed, row * TILE_D + d[None, :], DROPPED)
             dv_sum = stochastic_round(dv_sum, seed, (row + 1) * TILE_V + dv[None, :], DROPPED)

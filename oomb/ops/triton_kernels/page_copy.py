@@ -1,4 +1,4 @@
-"""Triton kernels that mark, number and copy pages."""
+"""Triton kernels that assign buffer slots to selected pages, copy them and dequantize them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TILE_ELEMENTS = 8192
 
 @triton.jit
 def mark_pages(places, chosen, num_chosen, edge, TILE: tl.constexpr):
-    """places[p] = -1 for every page p in `chosen` from `edge` on. -1 in `chosen` stands for none."""
+    """Set places[p] = -1 for every page p >= edge in `chosen`. Entries of -1 are ignored."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     page = tl.load(chosen + at, at < num_chosen, other=-1).to(tl.int32)
     tl.store(places + page, tl.full([TILE], -1, tl.int64), page >= tl.maximum(edge, 0))
@@ -24,9 +24,11 @@ def assign_slots(
     places, pages, count, moved, flags, buffer, place_bytes, page_bytes, edge, num_pages, num_rows, flags_b,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Gives every marked page a place in the buffer: places[p] = buffer + i * place_bytes and pages[i] = p for the i-th
-    of them, the places of the others stay. count is how many there are; moved grows by page_bytes for each from `edge`
-    on that holds anything, flags[b, p] saying so for each of num_rows sequences (0 of them: all do).
+    """Assign a buffer slot to every marked page.
+
+    The i-th marked page p gets places[p] = buffer + i * place_bytes and pages[i] = p; other places stay. count is the
+    number of marked pages. moved grows by page_bytes for each of them that is >= edge and initialized: flags[b, p] is
+    set for one of num_rows batch entries (num_rows = 0: all pages are initialized).
 
     places = [40, -1, 56, -1], buffer = 1000, place_bytes = 8: places = [40, 1000, 56, 1008], pages = [1, 3], count = 2.
     """
@@ -55,9 +57,11 @@ def assign_slots(
 def copy_pages(
     pages, count, addresses, buffer, touched, page_words, num_rows, touched_b, OUT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Copies the pages that were numbered from their addresses, which may be the host's, into the buffer; OUT: back.
-    A page is page_words words of 4 bytes. Pages that hold nothing (as in `assign_slots`) are not brought in. A few
-    programs of many warps fill the link and leave the GPU to others."""
+    """Copy the pages with slots from their addresses, which may be in host memory, to the buffer. OUT: copy them back.
+
+    A page is page_words words of 4 bytes. Uninitialized pages (as in `assign_slots`) are skipped. A few programs of
+    many warps saturate the link and leave the GPU to the computation.
+    """
     num_tiles = tl.cdiv(page_words, TILE)
     for i in range(tl.program_id(0), tl.load(count) * num_tiles, tl.num_programs(0)):
         index, first = i // num_tiles, i % num_tiles * TILE
@@ -76,7 +80,7 @@ def copy_pages(
 
 
 def dequantize_tiles(num_heads: int, head_size: int) -> dict[str, int]:
-    """Tiles of `dequantize_pages`: whole rows, and as many of them as its warps hold in registers."""
+    """Return the tile sizes of `dequantize_pages`: whole rows, and as many as its warps hold in registers."""
     tile_d, tile_h = triton.next_power_of_2(head_size), triton.next_power_of_2(2 * num_heads)
     return {"TILE_S": max(1, TILE_ELEMENTS // (tile_h * tile_d)), "TILE_H": tile_h, "TILE_D": tile_d}
 
@@ -87,24 +91,27 @@ def dequantize_pages(
     row_bytes, value_at, scale_at, wide_row, wide_value_at, num_rows, flags_b, edge,
     OUT: tl.constexpr, DROPPED: tl.constexpr, TILE_S: tl.constexpr, TILE_H: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """As `copy_pages`, for pages that rest in 8 bits and are wide in the buffer. A row at rest has row_bytes bytes: K
-    of all heads in int8, V at value_at, and at scale_at two bfloat16 scales for each head. A row in the buffer has
-    wide_row numbers, V at wide_value_at. OUT: back, rounded at random by `seed`; so is what comes in with DROPPED > 0,
-    the bits that its product with a scale has too many. `oomb.quantise` says what is computed.
+    """Do the same for 8-bit pages: dequantize them into the buffer. OUT: quantize them back.
 
-    Pages from `edge` on have been copied to the end of their places in the buffer; OUT: they are to be copied from the
-    beginning. A program does a page from its first row to its last, so that none is overwritten before it is read: of
-    4 rows, two bytes wide and one at rest,
+    A stored row has row_bytes bytes: K of all heads in int8, V at value_at, and two bfloat16 scales per head at
+    scale_at. A row in the buffer has wide_row elements, with V at wide_value_at. `oomb.ops.int8` has the reference.
+    Quantizing rounds stochastically with `seed`. So does dequantizing with DROPPED > 0, the number of bits by which the
+    product with a scale is too long.
+
+    Pages >= edge are already at the end of their slots in the buffer (OUT: they are left at the beginning). A program
+    processes a page from its first row to its last, so that no byte is overwritten before it is read. With 4 rows of
+    two bytes in the buffer and one byte stored:
 
         . . . . a b c d  ->  A A . . . b c d  ->  A A B B . . c d  ->  A A B B C C . d  ->  A A B B C C D D
 
-    All vectors of a row go together, K of all heads and then V: the link is limited by the number of requests, and one
-    head alone makes three times as many."""
+    All vectors of a row are moved together, K of all heads and then V: the link is limited by the number of requests,
+    and head by head there would be three times as many.
+    """
     d = tl.arange(0, TILE_D)[None, None, :]
     h = tl.arange(0, TILE_H)[None, :]
     is_value = (h >= num_heads).to(tl.int32)
     head = h - is_value * num_heads
-    # Products, since the compiler forgets what divides the sides of a `where`, and then moves single bytes.
+    # Products instead of `where`, after which the compiler loses divisibility and moves single bytes.
     size = k_size + is_value * (v_size - k_size)
     columns = is_value * value_at + head * size
     wide_columns = is_value * wide_value_at + head * size
@@ -122,7 +129,7 @@ def dequantize_pages(
                 if not OUT:
                     address += page_size * (wide_row * item_bytes - row_bytes)
             base = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), 16)
-            # In one stage: no tile is loaded before the one before it is stored.
+            # One stage, so that no tile is loaded before the previous one is stored.
             for first in tl.range(0, page_size, TILE_S, num_stages=1):
                 s = (first + tl.arange(0, TILE_S))[:, None]
                 exists = (s < page_size) & (h < 2 * num_heads)
