@@ -1,7 +1,8 @@
-"""Exact attention of a chunk: segments of the past and the chunk itself, each by one kernel call, merged by lse.
+"""Compute exact attention of a chunk to all of its past and itself.
 
-The unit of work is "attend to this run of keys, return (out, lse)"; the backward of a run, given the merged out and
-lse, yields exactly its share of the gradients. Shapes as in `reference.py`.
+Each segment of the past and the chunk itself is one block of keys and one backend call; the results are merged by their
+LSE. The backward of a block, given the merged out and LSE, yields exactly its part of the gradients. Shapes as in
+`reference.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,18 @@ class DensePast(Protocol):
     length: int
 
     def segments(self, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(start, k, v) of the tokens from `first` to the chunk, oldest first; valid until the next is asked for."""
+        """Yield (start, k, v) of the tokens from `first` to the chunk, oldest first. Each is valid until the next."""
 
     def add_grad(self, start: int, dk: Tensor, dv: Tensor) -> None:
-        """Adds to the gradients of the tokens from `start` on."""
+        """Add to the gradients of the tokens from `start` on."""
 
     def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the current chunk's K and V: the given ones plus what later chunks have left."""
+        """Return dk and dv of the current chunk plus what later chunks added for its tokens."""
 
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """A run of keys attended to at once. `past` of its keys come from the past, starting at token `start`; the last run
-    ends with the chunk itself."""
+    """Keys attended to by one backend call: `past` keys from token `start` on; the last block ends with the chunk."""
 
     start: int
     past: int
@@ -49,16 +49,16 @@ class KeyBlock:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, past: DensePast, spec: AttentionSpec, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse over the past and the chunk; the output in `dtype`, or as it comes (float32 or wider)."""
+    """Return output and LSE over the past and the chunk. A merged output is in `dtype`; None: float32 or wider."""
     kernel = pick_kernel(q, v, past.length, spec)
     out: Tensor | None = None
     lse: Tensor | None = None
-    for run in _key_blocks(k, v, past, spec):
-        out_run, lse_run = kernel.forward(q, run.k, run.v, **run.mask)
+    for block in _key_blocks(k, v, past, spec):
+        out_block, lse_block = kernel.forward(q, block.k, block.v, **block.mask)
         if out is None or lse is None:
-            out, lse = out_run, lse_run
+            out, lse = out_block, lse_block
         else:
-            out, lse = merge(out, lse, out_run, lse_run, dtype if run.is_last else None)
+            out, lse = merge(out, lse, out_block, lse_block, dtype if block.is_last else None)
     assert out is not None and lse is not None
     return out, lse
 
@@ -66,29 +66,29 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, past: DensePast, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the chunk's q, k and v, without what later chunks have left."""
+    """Return the gradients of the chunk's q, k and v, without what later chunks added; add those of the past to it."""
     kernel = pick_kernel(q, v, past.length, spec)
     dq: Tensor | None = None
     own: tuple[Tensor, Tensor] | None = None
-    for run in _key_blocks(k, v, past, spec):
-        dq_run, dk, dv = kernel.backward(dout, q, run.k, run.v, out, lse, **run.mask)
-        # Shares of dq are summed in float32: with bfloat16 each of them would cost a rounding.
-        dq = dq_run if dq is None else add(dq, dq_run, q.dtype if run.is_last else None)
-        if run.past:
-            past.add_grad(run.start, dk[:, :, : run.past], dv[:, :, : run.past])
-        if run.past < run.k.shape[2]:
-            own = dk[:, :, run.past :], dv[:, :, run.past :]
+    for block in _key_blocks(k, v, past, spec):
+        dq_block, dk, dv = kernel.backward(dout, q, block.k, block.v, out, lse, **block.mask)
+        # Sum dq in float32: bfloat16 would round once per block.
+        dq = dq_block if dq is None else add(dq, dq_block, q.dtype if block.is_last else None)
+        if block.past:
+            past.add_grad(block.start, dk[:, :, : block.past], dv[:, :, : block.past])
+        if block.past < block.k.shape[2]:
+            own = dk[:, :, block.past :], dv[:, :, block.past :]
     assert dq is not None and own is not None
     return dq, *own
 
 
 def pick_kernel(q: Tensor, v: Tensor, past_length: int, spec: AttentionSpec) -> Kernel:
-    """The kernel for a chunk after `past_length` tokens."""
+    """Return the backend for a chunk after `past_length` tokens."""
     return choose(spec.kernels, kernel_request(q, v, past_length, spec))
 
 
 def kernel_request(q: Tensor, v: Tensor, past_length: int, spec: AttentionSpec) -> KernelRequest:
-    """What such a chunk asks of a kernel."""
+    """Return what a chunk after `past_length` tokens needs from a backend."""
     return KernelRequest(
         device=q.device.type,
         dtype=q.dtype,
@@ -100,7 +100,7 @@ def kernel_request(q: Tensor, v: Tensor, past_length: int, spec: AttentionSpec) 
 
 
 def _window(q: Tensor, past_length: int, spec: AttentionSpec) -> int | None:
-    """The window, if this chunk is late enough in the sequence to feel it."""
+    """Return the sliding window, or None if the chunk ends before it hides anything."""
     return spec.window if spec.window is not None and spec.window < past_length + q.shape[2] else None
 
 
@@ -112,7 +112,7 @@ def _key_blocks(k: Tensor, v: Tensor, past: DensePast, spec: AttentionSpec) -> I
             yield KeyBlock(start, k_seg.shape[2], k_seg, v_seg, {**mask, "causal": False}, is_last=False)
         yield KeyBlock(past.length, 0, k, v, {**mask, "causal": True}, is_last=True)
         return
-    # A window reaches back a bounded way: one run, put together from the end of the past and the chunk.
+    # A window reaches back a bounded number of tokens: gather the end of the past and the chunk in one block.
     first = max(0, past.length - window + 1)
     num_past = past.length - first
     k_all, v_all = (x.new_empty(*x.shape[:2], num_past + x.shape[2], x.shape[3]) for x in (k, v))

@@ -1,7 +1,8 @@
-"""Plain PyTorch attention with its log-sum-exp, forward and backward: what every kernel is tested against.
+"""Compute attention and its log-sum-exp in plain PyTorch, forward and backward.
 
-B batch, H query heads, K key/value heads (H = K x G), T queries, S keys, D head size (V may have its own).
-It is also the path for what no kernel does: float32 and float64, soft-capped scores, odd head sizes.
+Every backend is tested against this module. It also serves what no other backend supports: float32 and float64 on a
+GPU, soft-capped scores, odd head sizes. B batch, H query heads, K key/value heads (H = K x G), T queries, S keys,
+D head size (V may have its own).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 TILE_ELEMENTS = 2**25
-"""Scores computed at once: 128 MiB in float32, so that the memory of a tile does not depend on the context."""
+"""Scores computed at once: 128 MiB in float32, whatever the context."""
 
 
 def forward(
@@ -25,7 +26,7 @@ def forward(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, H, T, Dv] and its lse [B, H, T].
+    """Return the output [B, H, T, Dv] and its LSE [B, H, T].
 
     `causal` is aligned to the bottom right: the last query sees the last key. With `window` w, query i sees keys
     i-w+1 to i. Two queries over three keys, causal: query 0 sees keys 0 and 1, query 1 sees all three.
@@ -55,8 +56,10 @@ def backward(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v. `out` and `lse` may come from a larger set of keys than `k`: then these are exactly the
-    parts of the gradients that belong to `k`."""
+    """Return the gradients of q, k and v.
+
+    `out` and `lse` may belong to a softmax over more keys than `k`: then these are exactly the parts due to `k`.
+    """
     B, H, _, D = q_BHTD.shape
     K = k_BKSD.shape[1]
     compute = _compute_dtype(q_BHTD)
@@ -82,7 +85,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _fold(x_BHTD: Tensor, num_kv_heads: int) -> Tensor:
-    """[B, H, T, D] -> [B, K, G*T, D]: the heads of a group become rows, so that K and V need no copy per head."""
+    """Reshape [B, H, T, D] to [B, K, G*T, D]: heads of a group become rows, so K and V need no copy per head."""
     B, H, T, D = x_BHTD.shape
     return x_BHTD.reshape(B, num_kv_heads, H // num_kv_heads * T, D)
 
@@ -90,7 +93,7 @@ def _fold(x_BHTD: Tensor, num_kv_heads: int) -> Tensor:
 def _tiles(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor | None]]:
-    """Cuts the queries so that a tile's scores stay small; leaves out keys that none of its queries can see."""
+    """Yield tiles of queries whose scores are small enough, with the keys that any of their queries can see."""
     B, H, T, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     compute = _compute_dtype(q)
@@ -121,7 +124,7 @@ def _tiles(
 def _scores(
     q: Tensor, k: Tensor, scale: float, softcap: float | None, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Masked scores, and where they are soft-capped the derivative of the cap."""
+    """Return masked scores, and the derivative of the soft cap if there is one."""
     scores = q @ k.mT * scale
     slope = None
     if softcap is not None:

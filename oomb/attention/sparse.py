@@ -1,8 +1,8 @@
-"""Attention of a chunk to chosen pages of the past and to itself.
+"""Compute attention of a chunk to itself and to selected pages of the past.
 
-Which pages: once for each tile of queries, in the fill pass; the gradient pass asks for the same. The chunk itself is
-attended to as in `dense`; the pages by Triton kernels where they can run, by plain PyTorch elsewhere. Both halves are
-one softmax: the kernels begin with the output and lse of the chunk, and with its dq.
+Each tile of queries selects its pages once, in the fill pass; the gradient pass reads the same ones. Attention to the
+chunk itself is dense. The pages are read by Triton kernels, or by plain PyTorch where those cannot run. Both parts are
+one softmax: the kernels start from the output and LSE of the chunk, and from its dq.
 
 Shapes and `Pages` as in `sparse_reference.py`.
 """
@@ -31,44 +31,50 @@ class SparsePast(Protocol):
     budget: int
     tile_size: int
     selection: Tensor | None
-    """What was chosen for this chunk before, [B, N, C]."""
+    """The selection [B, N, C] of this chunk, if it has been made."""
 
     def page_means(self) -> Tensor:
-        """Summaries of the pages, [B, K, pages x means, D]."""
+        """Return the means [B, K, M, D] of the pages."""
 
     def own_page_means(self) -> Tensor | None:
-        """Where those of this chunk go; None if they are there, or nobody will read its pages."""
+        """Return where to write the means of the chunk's own pages, or None if they are written or not needed."""
 
-    def set_selection(self, chosen_BNC: Tensor, reads_in_place: bool) -> None:
-        """This is the chunk's choice, in this pass and the next; its pages may set out. `follows`: we read pages at any
-        distance from `base`; otherwise they are brought together in it."""
+    def set_selection(self, selected_BNC: Tensor, reads_in_place: bool) -> None:
+        """Record the selection of this chunk for both passes, and start to load its pages.
+
+        Args:
+            selected_BNC: Page numbers.
+            reads_in_place: Whether we follow addresses to pages anywhere; otherwise `pages` gathers them in one buffer.
+        """
 
     def pages(self) -> AbstractContextManager[Pages]:
-        """The chosen pages of K and V."""
+        """Yield the selected pages of K and V."""
 
     def grads(self) -> AbstractContextManager[Grads]:
-        """The gradient pages of the chosen ones, to be added to."""
+        """Yield the gradients of the selected pages, to add to."""
 
     def add_future_grads(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the current chunk's K and V: the given ones plus what later chunks have left."""
+        """Return dk and dv of the current chunk plus what later chunks added for its tokens."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, past: SparsePast, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Output and lse over the chosen pages and the chunk."""
-    rule, runs = page_scores.rule_named(spec.rule, past.page_size), _runs_kernels(q, spec)
+    """Return output and LSE over the selected pages and the chunk."""
+    rule, uses_kernels = page_scores.rule_named(spec.rule, past.page_size), _uses_kernels(q, spec)
     means = past.own_page_means()
     if means is not None:
         page_scores.summarize(k, past.page_size, rule.num_means, means)
     if past.length and past.selection is None:
-        chosen = page_scores.select(q, past.page_means(), rule, past.budget, scale=spec.scale, tile_size=past.tile_size)
-        past.set_selection(chosen, runs)
-    # Pages that are not at hand are on their way meanwhile.
+        selected_BNC = page_scores.select(
+            q, past.page_means(), rule, past.budget, scale=spec.scale, tile_size=past.tile_size
+        )
+        past.set_selection(selected_BNC, uses_kernels)
+    # Host pages are being loaded meanwhile.
     own, own_lse = pick_kernel(q, v, 0, spec).forward(q, k, v, scale=spec.scale, softcap=spec.softcap, causal=True)
     if past.selection is None:
         return own, own_lse
     settings: dict[str, Any] = {"scale": spec.scale, "tile_size": past.tile_size}
     with past.pages() as pages:
-        if runs:
+        if uses_kernels:
             return launch_forward(q, pages, past.selection, own, own_lse, **settings)
         return sparse_reference.forward(q, pages, past.selection, own, own_lse, **settings, softcap=spec.softcap)
 
@@ -76,14 +82,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, past: SparsePast, spec: AttentionSp
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, past: SparsePast, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the chunk's q, k and v, without what later chunks have left."""
+    """Return the gradients of the chunk's q, k and v, without what later chunks added; add those of the past to it."""
     kernel = pick_kernel(q, v, 0, spec)
     dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, scale=spec.scale, softcap=spec.softcap, causal=True)
     if past.selection is None:
         return dq, dk, dv
     settings: dict[str, Any] = {"scale": spec.scale, "tile_size": past.tile_size}
     with past.pages() as pages, past.grads() as grads:
-        if _runs_kernels(q, spec):
+        if _uses_kernels(q, spec):
             dq, delta = launch_dq(dout, q, pages, past.selection, out, lse, dq, **settings)
             launch_dkv(dout, q, pages, past.selection, lse, delta, grads, **settings)
         else:
@@ -94,5 +100,6 @@ def backward(
     return dq, dk, dv
 
 
-def _runs_kernels(q: Tensor, spec: AttentionSpec) -> bool:
+def _uses_kernels(q: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether the Triton kernels support these queries."""
     return can_launch(q) and q.shape[-1] <= 256 and spec.softcap is None and spec.kernels != "torch"

@@ -56,7 +56,7 @@ class Grads(Pages, Protocol):
 def launch_forward(
     q: Tensor,
     pages: Pages,
-    chosen_BNC: Tensor,
+    selected_BNC: Tensor,
     own: Tensor,
     own_lse: Tensor,
     *,
@@ -80,9 +80,9 @@ def launch_forward(
     tile_q, tile_k, warps, stages = _tiling("forward", q, pages, tile_size)
     q, own = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, own))
     with torch.cuda.device_of(q):
-        forward_kernel[(H, chosen_BNC.shape[1] * (tile_size // tile_q), B)](
-            q, pages.base, _places(pages, chosen_BNC), chosen_BNC, own, own_lse.contiguous(), out, lse,
-            T, D, pages.value_size, pages.length, chosen_BNC.shape[2], scale * LOG2_E,
+        forward_kernel[(H, selected_BNC.shape[1] * (tile_size // tile_q), B)](
+            q, pages.base, _places(pages, selected_BNC), selected_BNC, own, own_lse.contiguous(), out, lse,
+            T, D, pages.value_size, pages.length, selected_BNC.shape[2], scale * LOG2_E,
             *q.stride()[:3], *own.stride()[:3], *out.stride()[:3], *_row_strides(pages),
             **_sizes(q, pages), **_masks(pages, tile_k, has_gaps), QUERY_TILE=tile_size, TILE_Q=tile_q,
             TILE_K=tile_k, STAGES=stages, num_warps=warps,
@@ -94,7 +94,7 @@ def launch_dq(
     dout: Tensor,
     q: Tensor,
     pages: Pages,
-    chosen_BNC: Tensor,
+    selected_BNC: Tensor,
     out: Tensor,
     lse: Tensor,
     own_dq: Tensor,
@@ -112,9 +112,9 @@ def launch_dq(
     tile_q, tile_k, warps, stages = _tiling("dq", q, pages, tile_size)
     dout, q, out, own_dq = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, q, out, own_dq))
     with torch.cuda.device_of(q):
-        dq_kernel[(H, chosen_BNC.shape[1] * (tile_size // tile_q), B)](
-            dout, q, out, pages.base, _places(pages, chosen_BNC), chosen_BNC, lse.contiguous(), own_dq, dq, delta,
-            T, D, pages.value_size, pages.length, chosen_BNC.shape[2], scale, scale * LOG2_E,
+        dq_kernel[(H, selected_BNC.shape[1] * (tile_size // tile_q), B)](
+            dout, q, out, pages.base, _places(pages, selected_BNC), selected_BNC, lse.contiguous(), own_dq, dq, delta,
+            T, D, pages.value_size, pages.length, selected_BNC.shape[2], scale, scale * LOG2_E,
             *dout.stride()[:3], *q.stride()[:3], *out.stride()[:3], *own_dq.stride()[:3], *dq.stride()[:3],
             *_row_strides(pages), **_sizes(q, pages), **_masks(pages, tile_k, has_gaps), QUERY_TILE=tile_size,
             TILE_Q=tile_q, TILE_K=tile_k, STAGES=stages, num_warps=warps,
@@ -126,7 +126,7 @@ def launch_dkv(
     dout: Tensor,
     q: Tensor,
     pages: Pages,
-    chosen_BNC: Tensor,
+    selected_BNC: Tensor,
     lse: Tensor,
     delta: Tensor,
     grads: Grads,
@@ -138,8 +138,8 @@ def launch_dkv(
     from oomb.ops.triton_kernels.page_attention import dkv_kernel
 
     _, H, T, D = q.shape
-    num_pages, num_tiles = len(pages.offsets_P), chosen_BNC.shape[1]
-    readers, ends, order = invert(chosen_BNC, num_pages)
+    num_pages, num_tiles = len(pages.offsets_P), selected_BNC.shape[1]
+    readers, ends, order = invert(selected_BNC, num_pages)
     tile_q, tile_k, warps, stages = _tiling("dkv", q, pages, tile_size)
     num_programs = len(order) * pages.num_kv_heads * -(-pages.page_size // tile_k)
     dout, q = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, q))
@@ -155,7 +155,7 @@ def launch_dkv(
         )  # fmt: skip
 
 
-def invert(chosen_BNC: Tensor, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
+def invert(selected_BNC: Tensor, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return which tiles read each page: (readers, ends, order).
 
     Page p of batch entry b has the index i = b * num_pages + p. Its readers are readers[ends[i - 1]:ends[i]], each as
@@ -165,20 +165,20 @@ def invert(chosen_BNC: Tensor, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Sizes depend on shapes alone, so nothing waits for the GPU. Entries of -1 are sorted to the end.
     """
-    B, N, C = chosen_BNC.shape
-    chosen = chosen_BNC.long()
-    sequence = torch.arange(B, device=chosen.device).view(B, 1, 1)
-    item = torch.where(chosen >= 0, sequence * num_pages + chosen, B * num_pages).flatten()
+    B, N, C = selected_BNC.shape
+    selected = selected_BNC.long()
+    sequence = torch.arange(B, device=selected.device).view(B, 1, 1)
+    item = torch.where(selected >= 0, sequence * num_pages + selected, B * num_pages).flatten()
     item, at = item.sort(stable=True)
-    ends = torch.searchsorted(item, torch.arange(B * num_pages, device=chosen.device), right=True)
+    ends = torch.searchsorted(item, torch.arange(B * num_pages, device=selected.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     order = counts.argsort(descending=True, stable=True)
     return (at // C).int(), ends.int(), order[: B * N * C].int()
 
 
-def _places(pages: Pages, chosen_BNC: Tensor) -> Tensor:
+def _places(pages: Pages, selected_BNC: Tensor) -> Tensor:
     """Return the offsets of the selected pages. Entries of -1 get that of page 0, which is then not read."""
-    return pages.offsets_P[chosen_BNC.long().clamp(min=0)]
+    return pages.offsets_P[selected_BNC.long().clamp(min=0)]
 
 
 def _row_strides(pages: Pages) -> tuple[int, int, int, int]:

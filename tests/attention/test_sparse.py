@@ -35,10 +35,10 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
     found: Choices = {}
     remember = SparseLayerPast.set_selection
 
-    def spy(past: SparseLayerPast, chosen_BNC: Tensor, reads_in_place: bool) -> None:
+    def spy(past: SparseLayerPast, selected_BNC: Tensor, reads_in_place: bool) -> None:
         assert (past.layer, past.length) not in found, "chosen twice"
-        found[past.layer, past.length] = chosen_BNC.clone()
-        remember(past, chosen_BNC, reads_in_place)
+        found[past.layer, past.length] = selected_BNC.clone()
+        remember(past, selected_BNC, reads_in_place)
 
     monkeypatch.setattr(SparseLayerPast, "set_selection", spy)
     return found
@@ -53,8 +53,8 @@ def seen_keys(choices: Choices, B: int, T: int, chunk: int = CHUNK) -> dict[int,
     chunk_of = torch.arange(T) // chunk
     own = chunk_of[:, None] == chunk_of[None, :]
     found = {layer: own.expand(B, T, T).clone() for layer, _ in choices}
-    for (layer, start), chosen_BNC in choices.items():
-        for b, by_tile in enumerate(chosen_BNC):
+    for (layer, start), selected_BNC in choices.items():
+        for b, by_tile in enumerate(selected_BNC):
             for n, pages in enumerate(by_tile):
                 first = start + n * TILE
                 rows = slice(first, min(first + TILE, start + chunk, T))

@@ -38,7 +38,7 @@ def follow(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(selected, "has_kernels", lambda device: True)
     patch.setattr(SelectedPages, "__init__", init_and_track)
-    patch.setattr(sparse, "_runs_kernels", lambda q, spec: spec.softcap is None)
+    patch.setattr(sparse, "_uses_kernels", lambda q, spec: spec.softcap is None)
     for name in ("launch_forward", "launch_dq", "launch_dkv"):
         patch.setattr(sparse, name, getattr(memory, name))
     patch.setattr(batch_copy, "is_available", lambda device: True)
@@ -76,29 +76,29 @@ class Memory:
         address = pages.base.data_ptr() + int(pages.offsets_P[number]) * dtype.itemsize
         return self.at(address, size * dtype.itemsize).view(dtype)
 
-    def gather(self, pages: PageView, chosen_BNC: Tensor) -> tuple[PageView, list[int]]:
+    def gather(self, pages: PageView, selected_BNC: Tensor) -> tuple[PageView, list[int]]:
         """The chosen pages side by side, and which they are."""
-        numbers = chosen_BNC.unique().tolist()
+        numbers = selected_BNC.unique().tolist()
         base = torch.stack([self.page(pages, number) for number in numbers])
         offsets = torch.zeros_like(pages.offsets_P)
         offsets[numbers] = torch.arange(len(numbers)) * base.shape[1]
         return dataclasses.replace(pages, base=base.flatten(), offsets_P=offsets), numbers
 
-    def launch_forward(self, q: Tensor, pages: PageView, chosen_BNC: Tensor, *own: Tensor, **settings: Any) -> Any:
-        return sparse_reference.forward(q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *own, **settings)
+    def launch_forward(self, q: Tensor, pages: PageView, selected_BNC: Tensor, *own: Tensor, **settings: Any) -> Any:
+        return sparse_reference.forward(q, self.gather(pages, selected_BNC)[0], selected_BNC, *own, **settings)
 
     def launch_dq(
-        self, dout: Tensor, q: Tensor, pages: PageView, chosen_BNC: Tensor, *rest: Tensor, **settings: Any
+        self, dout: Tensor, q: Tensor, pages: PageView, selected_BNC: Tensor, *rest: Tensor, **settings: Any
     ) -> tuple[Tensor, Tensor]:
         """Gives the gradients of K and V in the place of delta, which only `launch_dkv` reads."""
-        return sparse_reference.backward(dout, q, self.gather(pages, chosen_BNC)[0], chosen_BNC, *rest, **settings)
+        return sparse_reference.backward(dout, q, self.gather(pages, selected_BNC)[0], selected_BNC, *rest, **settings)
 
     def launch_dkv(
-        self, dout: Tensor, q: Tensor, pages: Any, chosen_BNC: Tensor, lse: Tensor, drows: Tensor, grads: PageView,
+        self, dout: Tensor, q: Tensor, pages: Any, selected_BNC: Tensor, lse: Tensor, drows: Tensor, grads: PageView,
         **settings: Any,
     ) -> None:  # fmt: skip
-        near, numbers = self.gather(grads, chosen_BNC)
-        sparse_reference.add_grads(near, drows, chosen_BNC, grads.touched_BP, grads.seed)
+        near, numbers = self.gather(grads, selected_BNC)
+        sparse_reference.add_grads(near, drows, selected_BNC, grads.touched_BP, grads.seed)
         for number, page in zip(numbers, near.base.chunk(len(numbers)), strict=True):
             self.page(grads, number).copy_(page)
 

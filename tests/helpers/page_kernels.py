@@ -21,7 +21,7 @@ def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
     if ON_GPU:
         return
     patch.setattr(selected, "has_kernels", lambda device: True)
-    patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
+    patch.setattr(sparse, "_uses_kernels", lambda q, spec: True)
     patch.setattr(batch_copy, "is_available", lambda device: True)
     patch.setattr(batch_copy, "copy_all", copy_all)
 

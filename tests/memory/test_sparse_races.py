@@ -400,7 +400,7 @@ def gpu_results(model: Any, place: str, kept: dict[str, Any], disturb: Mutation 
     engine = engine_for(model, gpu_memory=memory_for(model, GPU_LENGTH, *PLACES[place], **config), **config)
     engine.reserve(1, GPU_LENGTH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
+        patch.setattr(sparse, "_uses_kernels", lambda q, spec: True)
         if disturb is not None:
             disturb(engine.allocator.tiers, patch)
         found = interleaved(model, engine, GPU_LENGTH)

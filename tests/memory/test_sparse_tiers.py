@@ -181,7 +181,7 @@ def test_one_trajectory_on_a_gpu(
 
     monkeypatch.setattr(placement_module, "TILE_SIZE", 32)
     # Pages by their kernels all the same.
-    monkeypatch.setattr(sparse, "_runs_kernels", lambda q, spec: True)
+    monkeypatch.setattr(sparse, "_uses_kernels", lambda q, spec: True)
     model = wide_llama().to(dtype)
     config: dict[str, Any] = {
         "grad_dtype": "bfloat16", "keep_attention": keep_attention, "checkpoint_layers": checkpoint_layers

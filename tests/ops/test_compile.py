@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 PAGES = {"pages": "*i32", "count": "*i32", "addresses": "*i64"}
 SIZES = {"GROUP": 7, "PAGE": 128, "QUERY_TILE": 128, "TILE_D": 128, "TILE_V": 128, "ALIGNED": 8, "PRECISION": "ieee"}
-LISTS = {"places": "*i64", "chosen": "*i16", "scale": "fp32", "scale_log2": "fp32"}
+LISTS = {"places": "*i64", "selected": "*i16", "scale": "fp32", "scale_log2": "fp32"}
 QUERIES = dict.fromkeys(("q", "dout", "out", "own", "dq", "base", "grads"), "*bf16")
 ROWS = dict.fromkeys(("lse", "own_lse", "delta"), "*fp32")
 INVERTED = dict.fromkeys(("readers", "reader_ends", "order"), "*i32") | {"offsets": "*i64", "grad_offsets": "*i64"}
@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
         {**FORWARD, "NUM_HEADS": 28, "TILE_Q": 64, "PADDED": False, "DROPPED": 16, "GRAD_ALIGNED": 8},
         8,
     ),
-    ("page_copy.mark_pages", {"places": "*i64", "chosen": "*i16"}, {"TILE": 1024}, 4),
+    ("page_copy.mark_pages", {"places": "*i64", "selected": "*i16"}, {"TILE": 1024}, 4),
     *(
         ("page_copy.assign_slots", {**PAGES, "places": "*i64", "moved": "*i64", "flags": flags, "buffer": "i64"},
          {"TILE": 1024}, 4)

@@ -58,41 +58,41 @@ def launch(q: Tensor, means: Tensor, rule: PageRule, tile_size: int, scale: floa
     return page_scores.launch_page_scores(q, means, rule=rule, scale=scale, tile_size=tile_size)
 
 
-def expected_interest(q: Tensor, means: Tensor, rule: PageRule, tile_size: int, scale: float | None = None) -> Tensor:
+def expected_scores(q: Tensor, means: Tensor, rule: PageRule, tile_size: int, scale: float | None = None) -> Tensor:
     scale = scale or q.shape[3] ** -0.5
     return page_scores.page_scores_reference(q.cpu(), means.cpu(), rule=rule, scale=scale, tile_size=tile_size).to(
         DEVICE
     )
 
 
-def assert_same_interest(found: Tensor, expected: Tensor) -> None:
+def assert_same_scores(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=5e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(("shape", "dtypes"), CASES, ids=str)
-def test_interest(shape: Shape, dtypes: tuple[torch.dtype, torch.dtype], poisoned_empty: None) -> None:
+def test_scores(shape: Shape, dtypes: tuple[torch.dtype, torch.dtype], poisoned_empty: None) -> None:
     q, means = queries_and_means(shape, *dtypes)
     tile_size, rule = shape[5], shape[7]
-    assert_same_interest(launch(q, means, rule, tile_size), expected_interest(q, means, rule, tile_size))
+    assert_same_scores(launch(q, means, rule, tile_size), expected_scores(q, means, rule, tile_size))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_interest_in_tiles_of_128(rule: PageRule, poisoned_empty: None) -> None:
+def test_scores_in_tiles_of_128(rule: PageRule, poisoned_empty: None) -> None:
     """The real sizes; with all queries asked, a tile has more rows than a program holds at a time."""
     shape = (1, 2, 7, 131, 64, 128, 37, rule)
     q, means = queries_and_means(shape, torch.float16, FP8)
-    assert_same_interest(launch(q, means, rule, 128), expected_interest(q, means, rule, 128))
+    assert_same_scores(launch(q, means, rule, 128), expected_scores(q, means, rule, 128))
 
 
-@pytest.mark.parametrize("wanted_programs", [1, 10, 10_000])
-def test_interest_in_any_number_of_splits(
-    wanted_programs: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
+@pytest.mark.parametrize("min_programs", [1, 10, 10_000])
+def test_scores_in_any_number_of_splits(
+    min_programs: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
-    monkeypatch.setattr(page_scores, "WANTED_PROGRAMS", wanted_programs)
+    monkeypatch.setattr(page_scores, "MIN_PROGRAMS", min_programs)
     shape = (1, 2, 1, 20, 64, 16, 81, PageRule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, FP8)
-    assert_same_interest(launch(q, means, shape[7], 16), expected_interest(q, means, shape[7], 16))
+    assert_same_scores(launch(q, means, shape[7], 16), expected_scores(q, means, shape[7], 16))
 
 
 def test_reference_asks_one_query_after_the_other() -> None:
@@ -122,10 +122,10 @@ def test_scores_far_apart() -> None:
     q, means = queries_and_means(shape, torch.float16, torch.float16)
     found = launch(q, means * 100, shape[7], 16, scale=1.0)
     torch.testing.assert_close(found.sum(), torch.tensor(16.0, device=DEVICE), rtol=1e-4, atol=0)
-    assert_same_interest(found, expected_interest(q, means * 100, shape[7], 16, scale=1.0))
+    assert_same_scores(found, expected_scores(q, means * 100, shape[7], 16, scale=1.0))
 
 
-def test_interest_is_the_same_every_time() -> None:
+def test_scores_is_the_same_every_time() -> None:
     q, means = queries_and_means(SHAPES[0], torch.float16, FP8)
     assert torch.equal(launch(q, means, SHAPES[0][7], 32), launch(q, means, SHAPES[0][7], 32))
 
@@ -140,7 +140,7 @@ def test_no_pages_yet(compute: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.gpu
-def test_interest_takes_little_memory() -> None:
+def test_scores_takes_little_memory() -> None:
     """A chunk of 4096 against two million tokens: 32 x 16,384 numbers, and the lse of 14,336 rows in some splits."""
     q = normal(1, 28, 4096, 128, dtype=torch.bfloat16)
     means = normal(1, 4, 32768, 128, dtype=FP8)
@@ -164,13 +164,13 @@ def test_no_split_is_empty(programs: int, mean_tiles: int) -> None:
     assert splits.bit_count() == 1 and splits <= mean_tiles
 
 
-def naive_choice(interest: list[float], budget: int, has_sink: bool) -> list[int]:
-    ranked = sorted(range(len(interest)), key=lambda page: (not (has_sink and page == 0), -interest[page], page))
+def naive_selection(scores: list[float], budget: int, has_sink: bool) -> list[int]:
+    ranked = sorted(range(len(scores)), key=lambda page: (not (has_sink and page == 0), -scores[page], page))
     return sorted(ranked[:budget])
 
 
 @given(st.data())
-def test_choose_is_the_naive_choice(data: st.DataObject) -> None:
+def test_choose_is_the_naive_selection(data: st.DataObject) -> None:
     num_pages = data.draw(st.integers(1, 40))
     # Few values, so that many are equal.
     value = st.one_of(st.sampled_from([0.0, 1e-40, 0.5, 1.0]), st.floats(0, 1e4, width=32))
@@ -178,19 +178,19 @@ def test_choose_is_the_naive_choice(data: st.DataObject) -> None:
     budget, has_sink = data.draw(st.integers(1, 50)), data.draw(st.booleans())
     chosen = page_scores.top_pages(torch.tensor([rows], device=DEVICE), budget, has_sink)
     assert chosen.dtype == torch.int32
-    assert chosen[0].tolist() == [naive_choice(row, budget, has_sink) for row in rows]
+    assert chosen[0].tolist() == [naive_selection(row, budget, has_sink) for row in rows]
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize("budget", [1, 3, 9, 100])
 def test_budget_and_sink(budget: int, has_sink: bool) -> None:
-    interest = torch.rand(2, 3, 9, device=DEVICE) + 0.1
-    interest[:, :, 0] = 0.0
-    before = interest.clone()
-    chosen = page_scores.top_pages(interest, budget, has_sink)
+    scores = torch.rand(2, 3, 9, device=DEVICE) + 0.1
+    scores[:, :, 0] = 0.0
+    before = scores.clone()
+    chosen = page_scores.top_pages(scores, budget, has_sink)
     assert chosen.shape == (2, 3, min(budget, 9)) and (chosen.diff(dim=-1) > 0).all()
     assert (chosen == 0).any(-1).all() == (has_sink or budget >= 9)
-    assert torch.equal(interest, before), "the interest is left as it was"
+    assert torch.equal(scores, before), "the scores are not modified"
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -205,11 +205,11 @@ def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: P
     q = directions.repeat_interleave(tile_size, 0).expand(1, 6, -1, -1).half()
     means = torch.empty(1, 2, num_pages * rule.num_means, 64, dtype=means_dtype, device=DEVICE)
     page_scores.summarize(keys.flatten(2, 3).half(), page_size, rule.num_means, means)
-    for interest in (
+    for scores in (
         page_scores.page_scores(q, means, rule=rule, scale=0.125, tile_size=tile_size),
         launch(q, means, rule, tile_size, scale=0.125),
     ):
-        chosen = page_scores.top_pages(interest, 2 if rule.has_sink else 1, rule.has_sink)
+        chosen = page_scores.top_pages(scores, 2 if rule.has_sink else 1, rule.has_sink)
         assert chosen.tolist() == [[[0, page] if rule.has_sink else [page] for page in sought]]
 
 

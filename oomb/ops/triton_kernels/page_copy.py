@@ -12,10 +12,10 @@ TILE_ELEMENTS = 8192
 
 
 @triton.jit
-def mark_pages(places, chosen, num_chosen, edge, TILE: tl.constexpr):
-    """Set places[p] = -1 for every page p >= edge in `chosen`. Entries of -1 are ignored."""
+def mark_pages(places, selected, num_selected, edge, TILE: tl.constexpr):
+    """Set places[p] = -1 for every page p >= edge in `selected`. Entries of -1 are ignored."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    page = tl.load(chosen + at, at < num_chosen, other=-1).to(tl.int32)
+    page = tl.load(selected + at, at < num_selected, other=-1).to(tl.int32)
     tl.store(places + page, tl.full([TILE], -1, tl.int64), page >= tl.maximum(edge, 0))
 
 
