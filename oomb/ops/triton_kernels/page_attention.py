@@ -3,7 +3,7 @@
 A page is PAGE rows, row_stride apart. Page p begins at any offset from `base`. In a row, head k of batch entry b has
 its key at (b * K + k) * head_stride and its value at value_at + (b * K + k) * value_stride. Tensors of queries
 are [B, H, T, D] with strides *_b, *_h, *_t and 1; lse and delta are [B, H, T] and contiguous. Lists of selected pages
-are [B, N, num_selected]. Scores are in base 2.
+are [B, N, C]. Scores are in base 2.
 
 Pages begin at multiples of ALIGNED elements, which allows wide loads. GAPS means that some of what a tile reads may not
 exist: entries of -1, tokens beyond `length`, rows beyond the end of a page. Without it nothing is masked.
@@ -32,7 +32,7 @@ def query_positions(T, D, Dv, TILE_Q: tl.constexpr, TILE_D: tl.constexpr, TILE_V
 
 @triton.jit
 def score_page_tile(
-    i, q_tile, base, places, selected, D, Dv, length, num_selected, scale_log2, row_stride, head_stride, value_at,
+    i, q_tile, base, places, selected, D, Dv, length, C, scale_log2, row_stride, head_stride, value_at,
     value_stride, GROUP: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr, TILE_K: tl.constexpr,
     TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -44,7 +44,7 @@ def score_page_tile(
     h, b = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = b * (tl.num_programs(0) // GROUP) + h // GROUP
     d, dv, s = tl.arange(0, TILE_D), tl.arange(0, TILE_V), tl.arange(0, TILE_K)
-    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * num_selected
+    list_at = (b * (tl.num_programs(1) // PARTS) + tl.program_id(1) // PARTS) * C
     k_at = head * head_stride + s.to(tl.int64)[:, None] * row_stride + d[None, :]
     v_at = value_at + head * value_stride + s.to(tl.int64)[:, None] * row_stride + dv[None, :]
     PIECES: tl.constexpr = (PAGE + TILE_K - 1) // TILE_K
@@ -69,7 +69,7 @@ def score_page_tile(
 
 @triton.jit
 def forward_kernel(
-    q, base, places, selected, own, own_lse, out, lse, T, D, Dv, length, num_selected, scale_log2,
+    q, base, places, selected, own, own_lse, out, lse, T, D, Dv, length, C, scale_log2,
     q_b, q_h, q_t, own_b, own_h, own_t, out_b, out_h, out_t, row_stride, head_stride, value_at, value_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     TILE_D: tl.constexpr, TILE_V: tl.constexpr, PADDED: tl.constexpr, GAPS: tl.constexpr, STAGES: tl.constexpr,
@@ -86,11 +86,10 @@ def forward_kernel(
     top = tl.load(own_lse + at_query, is_query, other=0.0) * LOG2_E
     total = tl.full([TILE_Q], 1.0, tl.float32)
     # One loop over pages and their pieces, so that loads of the next pages overlap with this one's computation.
-    for i in tl.range(0, num_selected * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
+    for i in tl.range(0, C * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
         scores, _, v_tile, inside = score_page_tile(
-            i, q_tile, base, places, selected, D, Dv, length, num_selected, scale_log2, row_stride, head_stride,
-            value_at, value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED,
-            PRECISION,
+            i, q_tile, base, places, selected, D, Dv, length, C, scale_log2, row_stride, head_stride, value_at,
+            value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED, PRECISION,
         )  # fmt: skip
         if GAPS:
             scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -107,7 +106,7 @@ def forward_kernel(
 
 @triton.jit
 def dq_kernel(
-    dout, q, out, base, places, selected, lse, own, dq, delta, T, D, Dv, length, num_selected, scale, scale_log2,
+    dout, q, out, base, places, selected, lse, own, dq, delta, T, D, Dv, length, C, scale, scale_log2,
     do_b, do_h, do_t, q_b, q_h, q_t, out_b, out_h, out_t, own_b, own_h, own_t, dq_b, dq_h, dq_t,
     row_stride, head_stride, value_at, value_stride,
     GROUP: tl.constexpr, PAGE: tl.constexpr, QUERY_TILE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
@@ -127,11 +126,10 @@ def dq_kernel(
     lse_tile = tl.load(lse + at_query, is_query, other=0.0) * LOG2_E
     acc = tl.load(own + b * own_b + h * own_h + t64[:, None] * own_t + d[None, :], q_mask, other=0.0).to(tl.float32)
     acc /= scale
-    for i in tl.range(0, num_selected * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
+    for i in tl.range(0, C * tl.cdiv(PAGE, TILE_K), num_stages=STAGES):
         scores, k_tile, v_tile, inside = score_page_tile(
-            i, q_tile, base, places, selected, D, Dv, length, num_selected, scale_log2, row_stride, head_stride,
-            value_at, value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED,
-            PRECISION,
+            i, q_tile, base, places, selected, D, Dv, length, C, scale_log2, row_stride, head_stride, value_at,
+            value_stride, GROUP, PAGE, QUERY_TILE // TILE_Q, TILE_K, TILE_D, TILE_V, PADDED, GAPS, ALIGNED, PRECISION,
         )  # fmt: skip
         dprobs = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         probs = tl.exp2(scores - lse_tile[:, None])
