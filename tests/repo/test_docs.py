@@ -373,7 +373,7 @@ class Wait(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == STOP_AFTER:
             print("waiting", flush=True)
-            while not interrupts.stop_requested:
+            while not signals.state.stop_requested:
                 time.sleep(0.01)
 
 
@@ -390,7 +390,7 @@ trainer = oomb.Trainer(
 
 @pytest.mark.timing
 def test_a_script_of_ones_own_saves_at_sigterm_and_goes_on(here: Path) -> None:
-    [block] = [b for b in fences(DOCS / "checkpoints.md", "python") if "interrupts" in b]
+    [block] = [b for b in fences(DOCS / "checkpoints.md", "python") if "SignalHandler" in b]
     (here / "script.py").write_text(f"{SCRIPT}\n{block}")
     paths = os.pathsep.join([str(ROOT / "tests" / "helpers"), str(ROOT)])
     process = subprocess.Popen(
