@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from oomb.models import weight_files
 from oomb.models.presets import PRESETS, is_preset, preset_config
 from oomb.utils.dtypes import resolve_device, resolve_dtype
+from oomb.utils.files import near_paths
 
 if TYPE_CHECKING:
     import torch
@@ -48,15 +49,6 @@ def check_model_name(name: str) -> None:
             f"{name!r} is not a preset, a folder here or a hub id (owner/name){hint} "
             f"The presets are {', '.join(PRESETS)}"
         )
-
-
-def near_paths(path: Path) -> list[str]:
-    """Return existing paths spelled much like `path`, closest first."""
-    try:
-        names = [other.name for other in path.parent.iterdir()]
-    except OSError:
-        return []
-    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
 
 
 def max_positions(config: PretrainedConfig) -> int | None:

@@ -11,6 +11,7 @@ hidden files and folders at most; `remove_leftovers` deletes them.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -211,3 +212,12 @@ def _sync(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def near_paths(path: Path) -> list[str]:
+    """Return existing paths spelled much like `path`, closest first."""
+    try:
+        names = [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return []
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]

@@ -47,6 +47,7 @@ def test_the_command_says_that_it_fits(tmp_path: Path, monkeypatch: pytest.Monke
     assert written["fits"] and written["context"] == 262144 and written["settings"]["chunk_size"] == 8192
     assert written["peak_gpu_bytes"] == sum(term["num_bytes"] for term in written["terms"] if term["tier"] == "gpu")
     assert written["placement"]["capacity"] == 262144 - 8192 and written["facts"]["hidden_size"] == 3584
+    assert {layer["itemsize"] for layer in written["facts"]["layers"]} == {2}
     data = picture.read_bytes()
     assert data.startswith(b"\x89PNG") and 10_000 < len(data) < 500_000
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oomb.models.load import near_paths
+from oomb.utils.files import near_paths
 from oomb.utils.units import GIB, parse_bytes
 
 METRICS = "metrics.jsonl"
