@@ -1,4 +1,4 @@
-"""`oomb tokenize`."""
+"""Run `oomb tokenize`: tokenize a dataset once, show progress, and say what to run next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oomb.cli.errors import one_clear_message, quiet
 from oomb.cli.options import DATA, MACHINE, OUTPUT, SettingsCommand, train_options, with_options
 from oomb.cli.train.schema import FIELDS
 from oomb.models import load
-from oomb.utils.units import parse_bytes
+from oomb.utils.units import count, parse_bytes, seconds
 
 
 @with_options("loading", train_options("trust_remote_code"))
@@ -29,19 +29,20 @@ def tokenize(
         typer.Option(
             "--dataset",
             "--dataset_name",
-            help="A text file, a folder of files, JSON lines (.jsonl, .jsonl.gz), Parquet, a folder that datasets "
-            "saved, or stdlib: Python's own library source.",
+            help="A text file, a folder of files, JSON lines (.jsonl, .jsonl.gz), Parquet, a folder saved by "
+            "datasets, or stdlib: the source of Python's standard library.",
             rich_help_panel=DATA,
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", help="The folder to write, for --dataset of oomb train.", rich_help_panel=OUTPUT)
+        Path,
+        typer.Option("--output", help="Folder to write; pass it to oomb train as --dataset.", rich_help_panel=OUTPUT),
     ],
     tokenizer_name: Annotated[
         str | None,
         typer.Option(
             "--tokenizer_name",
-            help="Folder or hub id of a tokenizer, or of a model that has one. Default: bytes, which presets read.",
+            help="Folder or hub id of a tokenizer, or of a model with one. Default: bytes, for presets.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -50,25 +51,23 @@ def tokenize(
     ] = "documents",
     seed: Annotated[
         int,
-        typer.Option(
-            "--seed", help="Seed of the order of records. Files have an order of their own.", rich_help_panel=DATA
-        ),
+        typer.Option("--seed", help="Seed of the order of records. The order of files is fixed.", rich_help_panel=DATA),
     ] = 42,
     num_proc: Annotated[
         int | None,
-        typer.Option("--num_proc", help="Processes. Default: one for each core.", rich_help_panel=MACHINE),
+        typer.Option("--num_proc", help="Number of processes. Default: one per core.", rich_help_panel=MACHINE),
     ] = None,
     shard_size: Annotated[
         str,
         typer.Option(
             "--shard_size",
-            help="Bytes of the source in a shard. When the command is killed, the shards begun are lost.",
+            help="Source bytes per shard. If the command is killed, unfinished shards are lost.",
             rich_help_panel=OUTPUT,
         ),
     ] = "16MiB",
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Start anew where the folder holds other tokens.", rich_help_panel=OUTPUT),
+        typer.Option("--overwrite", help="Start over if the folder has other tokens.", rich_help_panel=OUTPUT),
     ] = False,
     *,
     loading: dict[str, Any],
@@ -77,9 +76,9 @@ def tokenize(
 
     [bold]oomb tokenize --tokenizer_name Qwen/Qwen2.5-0.5B --dataset texts/ --output tokens/[/]
 
-    Killed or interrupted, the same command goes on from the last whole shard, and ends with the same bytes. A source,
-    a tokenizer or an option that has changed since is named and refused. --dataset and --tokenizer_name are as for
-    oomb train.
+    If it is killed or interrupted, run the same command again: it continues after the last finished shard and produces
+    the same bytes. It refuses to continue if the source, the tokenizer or an option has changed. --dataset and
+    --tokenizer_name are the same as for oomb train.
     """
     with one_clear_message():
         if tokenizer_name is not None and not Path(tokenizer_name).expanduser().is_dir():
@@ -106,15 +105,15 @@ def tokenize(
             with _shown(console) as report:
                 result = tokenizing.tokenize(job, report)
         except KeyboardInterrupt:
-            console.print("finished shards are kept: the same command goes on from there")
+            console.print("finished shards are kept: run the same command again to continue")
             raise
         for note in result.notes:
             console.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
-        shards = "shard" if result.num_shards == 1 else "shards"
-        kept = f", {result.num_kept:,} of them there already" if result.num_kept else ""
+        kept = f", {result.num_kept:,} of them kept" if result.num_kept else ""
         console.print(
-            f"[bold]{escape(str(result.folder))}[/]: {result.num_tokens:,} tokens, {result.num_documents:,} documents, "
-            f"{result.num_shards:,} {shards}{kept}; {time.monotonic() - started:.1f} s",
+            f"[bold]{escape(str(result.folder))}[/]: {count(result.num_tokens, 'token')}, "
+            f"{count(result.num_documents, 'document')}, {count(result.num_shards, 'shard')}{kept}; "
+            f"{seconds(time.monotonic() - started)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -127,12 +126,12 @@ tokenize.command_class = SettingsCommand  # type: ignore[attr-defined]
 
 
 def _num_cores() -> int:
-    # Not every system says which of its cores this process may use.
+    # macOS and Windows do not say which cores this process may use.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _shown(console: Console) -> AbstractContextManager[Callable[[int, int], None]]:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Show a bar on a terminal, and an occasional line elsewhere."""
     from oomb.cli.progress import bytes_bar
 
     return bytes_bar(console, "tokenizing", "tokenized")

@@ -1,4 +1,4 @@
-"""What the user passes in, checked before any work, and how it becomes a schedule of chunks."""
+"""Check a batch of tokens and divide it into chunks and spans."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from oomb.ops.logprob import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids and, for every position, the token to predict there (-100: none). Both [B, T], on the CPU."""
+    """Token ids, and for every position the token to predict there. Both [B, T], on the CPU."""
 
     ids: Tensor
     targets: Tensor
+    """-100: nothing to predict."""
     starts: tuple[int, ...] = (0,)
-    """Where documents begin that do not see one another. More than one only in a batch of one sequence."""
+    """Where documents start. Only a batch of one row can have several."""
 
     @classmethod
     def validate(
@@ -36,13 +37,21 @@ class Batch:
         pad_token_id: int | None,
         placeholders: Mapping[int, str] = MappingProxyType({}),
     ) -> Batch:
-        """The batch, or a `ValueError` that says what is wrong with it. `num_positions` is how many a model has
-        learned, None if any number will do; `pad_token_id` tells padding from text where no attention mask does;
-        `placeholders` are ids that stand for images and the like."""
+        """Return the batch, or raise ValueError saying what is wrong with it.
+
+        Args:
+            input_ids: [B, T] token ids.
+            labels: [B, T], not shifted, -100 where nothing is predicted. None: `input_ids`.
+            attention_mask: [B, T]: 0 for padding, which must be on the right.
+            vocab_size: Ids and labels must be below this.
+            num_positions: Learned positions of the model; None if it has no limit.
+            pad_token_id: Recognizes left padding if there is no attention mask.
+            placeholders: Ids that stand for images and the like, and the config fields that name them.
+        """
         ids = _to_token_ids("input_ids", input_ids)
         if ids.ndim != 2:
             raise ValueError(
-                f"input_ids has shape {tuple(ids.shape)}; it must be [batch, tokens] (unsqueeze a single one)"
+                f"input_ids has shape {tuple(ids.shape)}; it must be [batch, tokens] (unsqueeze a single sequence)"
             )
         if ids.numel() == 0:
             raise ValueError(f"input_ids is empty: its shape is {tuple(ids.shape)}")
@@ -52,14 +61,14 @@ class Batch:
         targets = ids if labels is None else _to_token_ids("labels", labels)
         if targets.shape != ids.shape:
             raise ValueError(
-                f"labels have shape {tuple(targets.shape)}, input_ids {tuple(ids.shape)}; they must be equal"
+                f"labels has shape {tuple(targets.shape)} but input_ids has {tuple(ids.shape)}; they must be equal"
             )
         if labels is not None:
             _check_range("labels", targets, targets[targets != IGNORE_INDEX], vocab_size)
         if attention_mask is not None:
             mask = torch.as_tensor(attention_mask).to("cpu", torch.bool)
             if mask.shape != ids.shape:
-                raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}")
+                raise ValueError(f"attention_mask has shape {tuple(mask.shape)} but input_ids has {tuple(ids.shape)}")
             for row in (mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero().flatten().tolist():
                 raise ValueError(_left_padding_text(row) if not mask[row, 0] else _gap_text(row, mask[row]))
             targets, text = (x.masked_fill(~mask, IGNORE_INDEX) for x in (targets, ids))
@@ -71,12 +80,11 @@ class Batch:
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest document."""
+        """Length of the longest document in tokens."""
         return max(b - a for a, b in pairwise((*self.starts, self.ids.shape[1])))
 
     def chunks(self, chunk_size: int) -> list[tuple[int, int]]:
-        """(start, end) of each chunk. Chunks after the last one with a target (padding, masked ends) are left out: no
-        gradient passes through them."""
+        """Return (start, end) of each chunk up to the last one with a target: later ones have no gradient."""
         length = self.ids.shape[1]
         counted = (self.targets != IGNORE_INDEX).any(0).nonzero().flatten()
         last = int(counted[-1]) if len(counted) else 0
@@ -90,7 +98,7 @@ class Batch:
         return tuple(Span(a, b, visible if a == 0 else ()) for a, b in pairwise(cuts))
 
     def positions(self, start: int, end: int, device: torch.device) -> Tensor:
-        """[1, T]: the place of each token of the chunk in its document."""
+        """Return [1, T]: the position of each token of the chunk in its document."""
         first = self._document_start(start)
         found = torch.arange(start - first, end - first, device=device)
         for span in self.spans(start, end)[1:]:
@@ -98,29 +106,34 @@ class Batch:
         return found.unsqueeze(0)
 
     def _document_start(self, token: int) -> int:
-        """Return the start of the document that holds a token."""
+        """Return the start of the document that a token is in."""
         return self.starts[bisect_right(self.starts, token) - 1]
 
 
 def check_length(length: int, num_positions: int | None) -> None:
+    """Raise ValueError if a document is longer than the model's learned positions."""
     if num_positions is not None and length > num_positions:
         raise ValueError(
-            f"input_ids has {length} tokens and the model has learned {num_positions} positions: cut the sequence"
+            f"input_ids has {length} tokens but the model has learned only {num_positions} positions: cut the sequence"
         )
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """The target of every position: the label of the next one, along the last dimension."""
-    nothing = labels.new_full((*labels.shape[:-1], 1), IGNORE_INDEX)
-    return torch.cat([labels[..., 1:], nothing], dim=-1)
+    """Return the target of every position: the label of the next one, along the last dimension.
+
+    >>> shift_labels(torch.tensor([5, 6, 7]))
+    tensor([   6,    7, -100])
+    """
+    last = labels.new_full((*labels.shape[:-1], 1), IGNORE_INDEX)
+    return torch.cat([labels[..., 1:], last], dim=-1)
 
 
 def _to_token_ids(name: str, x: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; pass a tensor of token ids")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise ValueError(f"{name} has dtype {x.dtype}; token ids must be whole numbers".replace("torch.", ""))
-    # A copy: the caller may reuse the buffer before the backward comes back to it.
+        raise ValueError(f"{name} has dtype {x.dtype}; token ids must be integers".replace("torch.", ""))
+    # A copy, since the caller may reuse the buffer before the gradient pass reads it.
     return x.detach().to("cpu", torch.int64, copy=True)
 
 
@@ -129,7 +142,7 @@ def _check_range(name: str, x: Tensor, counted: Tensor, vocab_size: int) -> None
     if len(wrong):
         where = (x == wrong[0]).nonzero()[0].tolist()
         raise ValueError(
-            f"{name} holds the id {int(wrong[0])} at {where}, outside of the model's vocabulary of {vocab_size}: "
+            f"{name} has the id {int(wrong[0])} at {where}, outside the model's vocabulary of {vocab_size}: "
             "is this the model's own tokenizer?"
         )
 
@@ -139,20 +152,20 @@ def _reject_placeholders(ids: Tensor, placeholders: Mapping[int, str]) -> None:
         where = (ids == token).nonzero().tolist()
         if where:
             raise ValueError(
-                f"input_ids holds the id {token} at {where[0]}, the placeholder of the model's config.{name}, "
-                f"{len(where)} times: images, video and audio are not supported yet; text alone is"
+                f"input_ids has the id {token}, the model's config.{name}, at {where[0]} ({len(where)} times): images, "
+                "video and audio are not supported; pass text only"
             )
 
 
 def _gap_text(row: int, mask: Tensor) -> str:
     return (
-        f"row {row} of attention_mask has a gap at token {int(mask.int().argmin())}: a row is text and then padding. "
-        "Take those tokens out, or let them be read and set their labels to -100"
+        f"row {row} of attention_mask has a gap at token {int(mask.int().argmin())}: padding may only come after the "
+        "text. Remove those tokens, or unmask them and set their labels to -100"
     )
 
 
 def _left_padding_text(row: int) -> str:
     return (
-        f"row {row} is padded on the left; positions would be wrong. Pad on the right "
+        f"row {row} is padded on the left, so positions would be wrong. Pad on the right "
         '(tokenizer.padding_side = "right")'
     )

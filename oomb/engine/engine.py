@@ -117,7 +117,7 @@ class Engine:
         at padding. Under `torch.no_grad()` only the fill pass runs. The arguments are those of `loss`.
         """
         packed = self.pack(input_ids, None, attention_mask, position_ids)
-        logp = packed.join(self.forward(packed)["logprob"])
+        logp = packed.unpack(self.forward(packed)["logprob"])
         return [_shift_right(row) for row in logp] if isinstance(logp, list) else _shift_right(logp)
 
     def reserve(self, batch_size: int, length: int) -> Placement:
@@ -186,7 +186,7 @@ class Engine:
             position_ids,
             chunk_size=self.config.chunk_size,
             # If RoPE depends on the length, each document needs its own.
-            may_share=not self.model.rotaries,
+            can_share=not self.model.rotaries,
             vocab_size=self.model.vocab_size,
             num_positions=self.model.num_positions,
             pad_token_id=self.model.pad_token_id,

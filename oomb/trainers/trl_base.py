@@ -67,9 +67,9 @@ class EngineForward:
             fields = self.engine.forward(packed, TokenHead(self.engine.model, self.stats))
         counted = [(batch.targets != IGNORE_INDEX).to(self.engine.model.device) for batch in packed.batches]
         return FusedOutput(
-            log_probs=packed.join(fields.pop("logprob"))[:, :-1],
-            label_mask=packed.join(counted)[:, :-1],
-            **{name: packed.join(parts)[:, :-1] for name, parts in fields.items()},
+            log_probs=packed.unpack(fields.pop("logprob"))[:, :-1],
+            label_mask=packed.unpack(counted)[:, :-1],
+            **{name: packed.unpack(parts)[:, :-1] for name, parts in fields.items()},
         )
 
 

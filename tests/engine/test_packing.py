@@ -78,7 +78,7 @@ def test_layout_has_every_document_once_and_wastes_little(lengths: list[int], ch
     short = (room for room, members in zip(fill, layout, strict=True) if lengths[members[0]] <= chunk_size)
     used = sorted(chunk_size - room for room in short)
     assert len(used) < 2 or used[0] + used[1] > chunk_size
-    assert best_fit(lengths, chunk_size, may_share=False) == [
+    assert best_fit(lengths, chunk_size, can_share=False) == [
         [i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ]
 
@@ -279,14 +279,14 @@ def test_progress_counts_the_chunks_of_all_documents(model: Any) -> None:
     ("arguments", "message"),
     [
         (([],), "an empty list"),
-        (([torch.tensor([3, 4]), torch.tensor([[3, 4]])],), "document 1: .*one dimension"),
+        (([torch.tensor([3, 4]), torch.tensor([[3, 4]])],), "document 1: .*one-dimensional"),
         (([torch.tensor([3, 4]), torch.tensor([], dtype=torch.long)],), "document 1: .*empty"),
         (([torch.tensor([3, 400])],), "document 0: .*the id 400"),
         (([[3, 4]],), "document 0: input_ids is a list"),
-        (([torch.tensor([3, 4])], torch.tensor([[3, 4]])), "labels a tensor"),
-        (([torch.tensor([3, 4])], [torch.tensor([3, 4])] * 2), "labels a list of 2"),
-        (([torch.tensor([3, 4])], [torch.tensor([3, 4, 5])]), "document 0: labels have shape"),
-        ((torch.tensor([[3, 4]]), [torch.tensor([3, 4])]), "labels a list of 1"),
+        (([torch.tensor([3, 4])], torch.tensor([[3, 4]])), "labels is a tensor"),
+        (([torch.tensor([3, 4])], [torch.tensor([3, 4])] * 2), "labels is a list of 2"),
+        (([torch.tensor([3, 4])], [torch.tensor([3, 4, 5])]), "document 0: labels has shape"),
+        ((torch.tensor([[3, 4]]), [torch.tensor([3, 4])]), "labels is a list of 1"),
     ],
 )
 def test_bad_documents_are_refused(arguments: tuple[Any, ...], message: str, model: Any) -> None:

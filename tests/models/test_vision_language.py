@@ -70,7 +70,7 @@ def test_image_placeholders_are_refused(model_type: str) -> None:
     engine = engine_for(build_with_tower(model_type))
     ids = random_ids(2, 12, high=IMAGE)
     ids[1, 4:6] = IMAGE
-    message = rf"id {IMAGE} at \[\d, 4\].*config.image_token\w+, 2 times"
+    message = rf"id {IMAGE}, the model's config.image_token\w+, at \[\d, 4\] \(2 times\)"
     for call in (engine.loss, engine.logprobs, lambda ids: engine.loss([ids[0], ids[1]])):
         with pytest.raises(ValueError, match=message):
             call(ids)
@@ -85,7 +85,7 @@ def test_placeholders_in_padding_are_accepted(padding: int) -> None:
     ids[1, 8:] = padding
     assert engine.loss(ids, attention_mask=mask) == expected
     ids[0, 9] = padding
-    with pytest.raises(ValueError, match=r"at \[0, 9\].* 1 times"):
+    with pytest.raises(ValueError, match=r"at \[0, 9\] \(1 times\)"):
         engine.loss(ids, attention_mask=mask)
 
 

@@ -206,7 +206,7 @@ def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest
     step = max((checkpoints.step_of(path) for path in checkpoints.find(Path("out"))), default=None)
     assert step in (2, 3), done.output
     assert done.exit_code == 1 and f"stopped after step {step} of 5; the model after that step is in" in done.output
-    assert ("holds the id 9999" if fault == "token id" else "RuntimeError: the data set broke") in done.output
+    assert ("has the id 9999" if fault == "token id" else "RuntimeError: the data set broke") in done.output
     assert load.load_model("out/model", device="cpu") is not None
     events = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events[-2:]] == ["error", "end"]
