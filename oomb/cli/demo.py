@@ -1,4 +1,4 @@
-"""`oomb demo`: train the built-in example, then measure it against standard training on this machine."""
+"""Define `oomb demo`: train the built-in example, then compare it with standard training on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: what a run's events become, as numbers, as HTML, and in a real browser."""
+"""The report of a run: the events as numbers, as HTML and in a real browser."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from oomb.cli.report.page import page, write_report
 
 COMPARED = "Compared with standard training"
 SECTIONS = [
-    "Training", COMPARED, "Memory of each tier", "Evaluation", "Text before and after", "Settings and machine", "Steps",
+    "Training", COMPARED, "Memory by tier", "Evaluation", "Text before and after", "Settings and machine", "Steps",
 ]  # fmt: skip
 
 
@@ -58,14 +58,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", whole_run(), tail='{"event": "st'))
     assert [event["step"] for event in run.steps] == list(range(1, 31))
-    # Steps 21 and 22 came twice: the later ones count.
+    # Steps 21 and 22 were repeated: the later ones count.
     assert run.series("loss")[20:22] == [(21, 1.21), (22, 1.22)]
     assert run.series("loss")[19] == (20, step(20)["loss"])
     assert run.resumed_at == [20]
     assert run.held_out == [(0, 3.6), (20, 2.0), (30, 1.75)]
     assert run.unread == [len(whole_run()) + 1]
     assert run.status == "finished"
-    # Of the evaluations before training the first, which is that of the model as it came.
+    # The first evaluation before training counts: the later one is of a checkpoint.
     assert run.evals["before"]["perplexity"]["buckets"][0]["loss"] == 3.0
     assert run.num_tokens == 30 * 2 * 131072
     times = [step(n)["step_s"] for n in range(1, 31)]
@@ -73,8 +73,8 @@ def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
     assert run.tokens_per_second == pytest.approx(29 * 262144 / sum(times[1:]), rel=1e-4)
 
 
-def test_what_a_resumed_run_gave_up_is_dropped() -> None:
-    """It went further once than it has come now."""
+def test_steps_after_the_resumed_checkpoint_are_dropped() -> None:
+    """The first start went further than the second has come so far."""
     events = [start(), *(step(n) for n in range(1, 10)), {"event": "held_out", "step": 9, "loss": 1.0}]
     events += [start(), {"event": "held_out", "step": 4, "loss": 2.0}, step(5)]
     run = order(map(json.dumps, events), "run")
@@ -86,7 +86,7 @@ def test_what_a_resumed_run_gave_up_is_dropped() -> None:
 
 
 def test_the_start_after_a_torn_line_is_found() -> None:
-    """A killed run leaves half a line, and the resumed run writes right behind it."""
+    """A killed run leaves half a line, and the resumed run appends to it."""
     lines = [json.dumps(event) for event in whole_run()]
     again = next(i for i, event in enumerate(whole_run()) if event["event"] == "start" and i > 0)
     torn = [*lines[:again], json.dumps(step(23))[:40] + lines[again], *lines[again + 1 :]]
@@ -103,8 +103,8 @@ def test_budgets() -> None:
     assert run.budget("host") == (200 * GIB, "the machine's memory")
     events[0]["budget"] = {"gpu_bytes": 5 * GIB, "host_bytes": 80 * GIB}
     run = order(map(json.dumps, events), "run")
-    assert run.budget("gpu") == (5 * GIB, "their budget")
-    assert run.budget("host") == (80 * GIB, "their budget")
+    assert run.budget("gpu") == (5 * GIB, "page budget")
+    assert run.budget("host") == (80 * GIB, "page budget")
     events[0]["machine"]["gpu"] = None
     assert not order(map(json.dumps, events), "run").on_gpu
     events[0]["machine"] = {}
@@ -130,18 +130,18 @@ def test_the_page_says_what_the_metrics_say(report: str) -> None:
     assert [heading["text"] for heading in tree.all("h2")] == SECTIONS
 
     rows = [row["text"] for row in tree.all("tr")]
-    for words in ("GPU memory at its peak", "63.00 GiB", "of 139.80 GiB", "45.1%"):
-        assert any(words in row for row in rows if row.startswith("GPU memory")), words
+    for words in ("peak GPU memory", "63.00 GiB", "of 139.80 GiB", "45.1%"):
+        assert any(words in row for row in rows if row.startswith("peak GPU memory")), words
     assert any(row.startswith("pages on the GPU18.00 GiBof 20.00 GiB, gpu_memory90.0%") for row in rows)
     assert any(row.startswith("pages on the host70.00 GiBof 200.00 GiB") for row in rows)
     assert "max_length131072" in rows and "page_budgetnot set" in rows and "seed1" in rows and "torch2.13.0" in rows
     assert any("131072" in row for row in rows)
-    # The needles after training, at both lengths and three depths.
+    # Needles after training, at both lengths and three depths.
     assert "4K tokens30%50%70%" in rows and "128K tokens30%50%70%" in rows
-    # Every step in the table at the end.
+    # The table at the end has every step.
     assert sum(row.startswith(f"{n}{step(n)['loss']:.4g}") for n in range(1, 21) for row in rows) == 20
     [note] = tree.all("p", class_="note")
-    assert "1 of its lines could not be read" in note["text"]
+    assert "1 of the lines" in note["text"]
 
 
 def test_the_comparison_is_a_table_with_its_conclusions(report: str) -> None:
@@ -166,10 +166,10 @@ def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
     expected = {
         "loss": {"training": 30, "held-out": 3},
         "learning_rate": {"learning rate": 30},
-        "grad_norm": {"norm of the gradient": 30},
+        "grad_norm": {"gradient norm": 30},
         "tokens_per_s": {"throughput": 30},
-        "step_s": {"time of a step": 30},
-        "memory": {"GPU memory at its peak": 30, "pages on the GPU": 30, "pages on the host": 30},
+        "step_s": {"step time": 30},
+        "memory": {"peak GPU memory": 30, "pages on the GPU": 30, "pages on the host": 30},
         "transfers": {"into the GPU": 30, "out of the GPU": 30},
         "waited": {"waited": 30},
         "positions": {"before training": 8, "after training": 8},
@@ -181,18 +181,18 @@ def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
     assert found == set(expected)
     for chart, series in expected.items():
         assert {name: len(path) for name, path in tree.paths(chart).items()} == series
-    # A height in the chart is a linear function of the value.
+    # The height in the chart is a linear function of the value.
     run = order(map(json.dumps, whole_run()), "run")
     heights = np.array([y for _, y in tree.paths("loss")["training"]])
     losses = np.array([loss for _, loss in run.series("loss")])
     slope, offset = np.polyfit(losses, heights, 1)
     assert slope < 0
     assert np.abs(slope * losses + offset - heights).max() < 0.2
-    # So is one axis for both: the first held-out loss is at the height of a training loss of 3.6.
+    # Both series share the axis: the first held-out loss is at the height of a training loss of 3.6.
     assert tree.paths("loss")["held-out"][0][1] == pytest.approx(slope * 3.6 + offset, abs=0.2)
 
 
-def test_the_page_is_accessible_and_asks_for_nothing(report: str) -> None:
+def test_the_page_is_accessible_and_self_contained(report: str) -> None:
     tree = Tree(report)
     assert tree.all("html")[0]["lang"] == "en"
     assert tree.all("title")[0]["text"] == "my run: owner/model on books/"
@@ -213,7 +213,7 @@ def test_the_page_is_accessible_and_asks_for_nothing(report: str) -> None:
     assert "://" not in report and "url(" not in report and "@import" not in report
     assert not tree.all("script") and not tree.all("img") and not tree.all("iframe")
     assert [link["href"] for link in tree.all("link")] == ["data:,"]
-    # What the model wrote is text.
+    # Text from the model is escaped.
     assert any(EVIL in sample["text"] for sample in tree.all("pre"))
     assert "\x00" not in report and "\x07" not in report
 
@@ -224,10 +224,10 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
         folder = write_run(tmp_path / str(index), events)
         tree = Tree(write_report(folder).read_text())
         has_steps = events[-1:] == [step(1)]
-        assert ("No step has been finished" in tree.all("body")[0]["text"]) == (not has_steps)
+        assert ("no finished step" in tree.all("body")[0]["text"]) == (not has_steps)
     assert list(tree.paths("loss")) == ["training"]
     assert len(tree.paths("loss")["training"]) == 1
-    # A single point is seen as a dot.
+    # A single point is drawn as a dot.
     assert [c for c in tree.all("circle", class_="dot") if any(p.get("id") == "chart-loss" for p in c["parents"])]
 
 
@@ -249,7 +249,7 @@ SOUND = st.sampled_from(whole_run())
 
 
 def spoiled(event: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A sound event with one field replaced, at whatever depth it is."""
+    """Replace one field of a valid event, at any depth."""
     changed = {}
     for key, old in event.items():
         new = spoiled(old, name, value) if isinstance(old, dict) else old
@@ -360,7 +360,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = image.imread(tmp_path / "deep" / "run.png")
     rows, columns = picture.shape[0] // 2, picture.shape[1] // 2
     blue = np.abs(picture[..., :3] - np.array([11, 107, 184]) / 255).max(-1) < 0.1
-    # Four charts, and a blue line in each.
+    # Four charts with a blue line in each.
     for quarter in (blue[:rows, :columns], blue[:rows, columns:], blue[rows:, :columns], blue[rows:, columns:]):
         assert quarter.any(0).sum() > 0.4 * columns
     assert "nothing to draw" in invoke("report", write_run(tmp_path / "new", [start()]), "--png", "x.png").output
@@ -371,13 +371,13 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "there is no run nowhere"),
+        (["nowhere"], "no run in nowhere"),
         (["rum"], "did you mean 'run'?"),
-        (["empty"], "empty holds no metrics.jsonl; name the output_dir of a run of oomb train"),
+        (["empty"], "empty has no metrics.jsonl"),
         (["run/metrics.jsonl"], "run/metrics.jsonl is a file"),
         (["run", "--after", "no.json"], "no.json"),
-        (["run", "--after", "run/metrics.jsonl"], "is no JSON (line 2"),
-        (["run", "--after", "list.json"], "list.json is no file of oomb eval"),
+        (["run", "--after", "run/metrics.jsonl"], "line 2"),
+        (["run", "--after", "list.json"], "list.json has no perplexity"),
         (["run", "--output", "empty"], "empty is a folder"),
         (["run", "--png", "x.doc"], "'x.doc' is no picture"),
     ],
@@ -396,7 +396,7 @@ def test_oomb_report_refuses(
     assert not (tmp_path / "run" / "report.html").exists() or "--png" in arguments
 
 
-def test_an_old_page_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", whole_run())
     write_report(run)
     before = (run / "report.html").read_text()
@@ -422,7 +422,7 @@ def test_the_page_in_a_browser(report: str, tmp_path: Path) -> None:
     found = measured(dom)
     tree = Tree(report)
     for width, seen in zip(WIDTHS, found):
-        # Nothing is wider than the window, on a phone neither.
+        # Nothing is wider than the window, even on a phone.
         assert seen["width"] <= seen["visible"] == width
         assert seen["headings"] == SECTIONS
         assert [chart["id"] for chart in seen["charts"]] == [figure["id"] for figure in tree.all("figure")]
@@ -450,7 +450,7 @@ def test_the_page_in_a_browser(report: str, tmp_path: Path) -> None:
         assert picture.shape[:2] == (height, sum(WIDTHS))
         papers.append(int(picture[5, 5].mean()))
         for chart in (chart for seen in found for chart in seen["charts"]):
-            # Where a curve goes, there is ink of its colour: the picture shows the data.
+            # Where a curve should be, there is ink of its color: the picture shows the data.
             scale = chart["width"] / 480
             for path in chart["paths"]:
                 color = path["color"] if scheme else DARK[path["color"]]
@@ -459,7 +459,7 @@ def test_the_page_in_a_browser(report: str, tmp_path: Path) -> None:
                     for x, y in points(path["d"])
                 ]
                 assert sum(hit) >= 0.9 * len(hit), (name, chart["id"], path["name"], hit)
-            # And between the lines there is none: mostly paper.
+            # Elsewhere there is mostly paper.
             rows = slice(round(chart["y"]), round(chart["y"] + chart["height"]))
             area = picture[rows, round(chart["x"]) : round(chart["x"] + chart["width"])]
             paper = (np.abs(area - area[2, 2]).max(-1) < 8).mean()
@@ -468,13 +468,13 @@ def test_the_page_in_a_browser(report: str, tmp_path: Path) -> None:
 
 
 DARK = {"#0b6bb8": "#62b2f0", "#c8500a": "#f59e5b", "#15803d": "#5fce8b", "#8b3fb0": "#cf97ee"}
-"""Of the page's style: what becomes of its colours where the reader's system is dark."""
+"""The colors of the page on a light system and on a dark one."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium or Chrome on PATH")
 def test_the_browser_would_complain(report: str, tmp_path: Path) -> None:
-    """The check of the console can fail, and the page's policy keeps scripts and pictures out."""
+    """The console check can fail, and the page's policy blocks scripts and pictures."""
     evil = report.replace("<main>", '<main><script>document.title = "run"</script><img src="x.png">')
     (tmp_path / "evil.html").write_text(evil)
     dom, console = browse(tmp_path / "evil.html", tmp_path / "profile", "--dump-dom", "--virtual-time-budget=3000")

@@ -24,7 +24,7 @@ def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     assert max(kept, key=lambda point: point[1])[0] == 31_234
     assert [x for x, _ in kept] == sorted({x for x, _ in kept})
     run = order(map(json.dumps, (step(n) for n in range(1, 5001))), "long")
-    # Of this thread alone: other programs on the machine take no part of it.
+    # The time of this thread alone: other programs on the machine do not count.
     began = time.thread_time()
     text = page(run)
     assert time.thread_time() - began < 10
@@ -40,7 +40,7 @@ def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float]) ->
     assert nice_ticks(low, high, 5) == pytest.approx(ticks)
 
 
-def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_breaks_the_line(tmp_path: Path) -> None:
     events = [start(), step(1), step(2), step(3, loss=math.nan), step(4, loss=math.inf), step(5), step(6, loss=1e300)]
     text = write_report(write_run(tmp_path / "run", events)).read_text()
     tree = Tree(text)
@@ -50,7 +50,7 @@ def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
     assert "The loss was not a finite number in 2 of 6 steps" in text
 
 
-def test_limits_and_marks_are_drawn_where_they_help() -> None:
+def test_limits_far_from_the_data_are_not_drawn() -> None:
     series = [Series(name="a", points=[(1, 1.0), (9, 2.0)])]
     lines = {"limits": [(4.0, "near"), (400.0, "far")], "marks": [(5, "here")]}
     chart = Chart(key="k", title="T", x_label="x", y_label="y", series=series, **lines)
@@ -73,5 +73,5 @@ def test_limits_and_marks_are_drawn_where_they_help() -> None:
         (2.5e7, "2.5e7"),
     ],
 )
-def test_numbers_are_short_enough_for_an_axis(value: float, text: str) -> None:
+def test_numbers_fit_on_an_axis(value: float, text: str) -> None:
     assert plain(value) == text

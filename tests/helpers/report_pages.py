@@ -1,4 +1,4 @@
-"""What tests of the report share: the events of a run, a reader of HTML, and a browser."""
+"""Helpers for tests of the report: the events of a run, an HTML parser, a browser."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def evaluation(when: str, shift: float) -> dict[str, Any]:
 
 
 def whole_run() -> list[dict[str, Any]]:
-    """A run of 30 steps that reached step 22, was resumed from 20, and came to its end."""
+    """A run of 30 steps that was killed after step 22, resumed from 20, and finished."""
     first = [start(), {"event": "held_out", "step": 0, "loss": 3.6}, evaluation("before", 0.5)]
     first += [{"event": "sample", "when": "before", "step": 0, "prompt": "Once", "text": f" upon {EVIL}"}]
     first += [step(n) for n in range(1, 23)]
@@ -83,7 +83,7 @@ def whole_run() -> list[dict[str, Any]]:
 
 
 def compared() -> dict[str, Any]:
-    """What `oomb demo` writes; standard training did not fit at the longest context."""
+    """The output of `oomb demo`; standard training did not fit at the longest context."""
     rows = []
     for i, context in enumerate((2048, 4096, 8192, 16384)):
         oomb = {"seconds": 0.6 * 3**i, "peak_bytes": (36 + 10 * i) << 20, "loss": 5.7, "problem": None}
@@ -102,8 +102,7 @@ def write_run(folder: Path, events: list[Any], tail: str = "") -> Path:
 
 
 class Tree(HTMLParser):
-    """Reads a page; `elements` are (tag, attributes, text directly inside, ancestors' tags). Raises on a tag that is
-    closed where it is not open."""
+    """Parser of a page. `elements` have a tag, attributes, text and ancestors. Mismatched tags fail an assertion."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -139,7 +138,7 @@ class Tree(HTMLParser):
         return [e for e in self.elements if e["tag"] == tag and all(e.get(k) == v for k, v in wanted.items())]
 
     def paths(self, chart: str) -> dict[str, list[tuple[float, float]]]:
-        """Points of each series of a chart."""
+        """Return the points of each series of a chart."""
         found = {}
         for path in self.all("path"):
             if any(parent.get("id") == f"chart-{chart}" for parent in path["parents"]):
@@ -153,7 +152,7 @@ def points(d: str) -> list[tuple[float, float]]:
 
 
 WIDTHS = (1000, 390)
-"""Of a laptop's window and of a phone."""
+"""Widths of a laptop window and of a phone."""
 
 MEASURE = """
 addEventListener("load", () => {
@@ -182,7 +181,7 @@ addEventListener("load", () => {
 
 
 def side_by_side(page: str) -> str:
-    """A document that shows the page in each of WIDTHS, and measures it there."""
+    """Return a document that shows and measures the page at each of WIDTHS."""
     frames = "".join(
         f'<iframe srcdoc="{html.escape(page)}" style="border:0;width:{width}px;height:9000px;float:left"></iframe>'
         for width in WIDTHS
@@ -198,7 +197,7 @@ def measured(dom: str) -> list[dict[str, Any]]:
 
 
 def is_near(image: np.ndarray, x: float, y: float, color: str, reach: int = 2) -> bool:
-    """Whether a pixel close to (x, y) has about this colour. A thin line on a phone is half paper."""
+    """Return whether a pixel near (x, y) has about this color. A thin line on a phone is half paper."""
     rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
     row, column = round(y), round(x)
     part = image[max(0, row - reach) : row + reach + 1, max(0, column - reach) : column + reach + 1, :3]

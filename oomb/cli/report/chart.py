@@ -1,4 +1,4 @@
-"""Charts as data, and as SVG that takes its colours and its size from the page around it."""
+"""Describe charts as data and draw them as SVG, in the colors and the width of the page around them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 58, 22, 34, 46
-"""Margins around the plot, in units of the view box. On a phone a unit is about 0.7 pixels, so text is 14 high."""
+"""Margins around the plot, in units of the view box. A unit is about 0.7 pixels on a phone, hence text of 14 units."""
 
 MOST_POINTS = 1000
-"""In a path. Of more, the lowest and the highest of each of half as many stretches are drawn."""
+"""Most points in a path. A longer series is drawn as the lowest and highest point of each interval."""
 MOST_HINTS = 200
-"""Points that say their value when the pointer is over them."""
+"""Most points that show their value when the pointer is over them."""
 MOST_DOTS = 24
-"""Points that are drawn as dots beside the line. A line of one point would not be seen at all."""
+"""Most points that are also drawn as dots. Without its dot, a series of one point would be invisible."""
 LARGEST = 1e15
-"""Beyond it a value is taken for what it is, a run gone wrong, and left out as NaN is."""
+"""A larger value means that the run diverged; it is left out, as NaN is."""
 
 Format = Callable[[float], str]
 
 
 def plain(value: float) -> str:
-    """A number for a person: four digits, and no more zeros than it takes."""
+    """Format a number with up to four digits.
+
+    >>> plain(1234.5), plain(0.5), plain(1.5e-4)
+    ('1,234', '0.5', '1.5e-4')
+    """
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     if 1e-3 <= abs(value) < 1e6:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    # 1.5e-4, where .3g would write 0.00015: that is too wide for an axis.
+    # Not .3g: it would print 1.5e-4 as 0.00015, too wide for an axis.
     digits, exponent = f"{value:.2e}".split("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def percent(value: float) -> str:
+    """Format a share as a percentage."""
     return f"{100 * value:.3g}%"
 
 
@@ -43,11 +48,11 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     color: int = 1
-    """1 to 4: the same thing has the same colour in all charts."""
+    """1 to 4."""
     dots: bool = False
-    """Dots alone, without a line: for values that are few and far between."""
+    """Draw dots without a line, for sparse values."""
     errors: Sequence[float | None] = ()
-    """Half the height of the bar at each point, where there is one."""
+    """Half the height of the error bar at each point, or None."""
 
     @property
     def shown(self) -> list[tuple[float, float]]:
@@ -62,15 +67,15 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     about: str = ""
-    """A sentence that says what is to be seen."""
+    """A sentence that explains the chart."""
     format_x: Format = plain
     format_y: Format = plain
     log_x: bool = False
-    """Powers of two at equal distances."""
+    """Put powers of two at equal distances."""
     from_zero: bool = False
     whole_x: bool = True
     limits: Sequence[tuple[float, str]] = ()
-    """Horizontal lines with their names, drawn if they do not push the data into a corner."""
+    """Horizontal lines with their names, drawn unless they would flatten the data."""
     marks: Sequence[tuple[float, str]] = ()
     """Vertical lines with their names."""
     points: list[tuple[float, float]] = field(init=False, default_factory=list)
@@ -88,7 +93,7 @@ class Chart:
         return [(value, name) for value, name in self.limits if 0 < value <= 2.5 * highest]
 
     def summary(self) -> str:
-        """The chart in words, for those who do not see it."""
+        """Describe the chart in words, for screen readers."""
         words = []
         for series in self.series:
             if series.shown:
@@ -102,7 +107,7 @@ class Chart:
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an SVG element. It must not be empty."""
+    """Return the chart, which must not be empty, as an SVG element."""
     x, x_ticks = _x_axis(chart)
     y, y_ticks = _y_axis(chart)
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
@@ -135,7 +140,7 @@ def svg(chart: Chart) -> str:
 
 
 def _draw(series: Series, chart: Chart, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """A path, broken where values are missing; bars of errors; dots where they are few; hints."""
+    """Return the path, broken at missing values, with error bars, dots and tooltips."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for point in thin(series.points):
         if _is_sound(point[1]):
@@ -154,7 +159,7 @@ def _draw(series: Series, chart: Chart, x: Callable[[float], float], y: Callable
             parts.append(f'<line class="error" x1="{at:.1f}" x2="{at:.1f}" y1="{top:.1f}" y2="{end:.1f}"/>')
     shown = series.shown
     visible = series.dots or len(shown) <= MOST_DOTS
-    # A single value between two gaps is no line either.
+    # A single value between two gaps needs a dot too.
     alone = {piece[0] for piece in pieces if len(piece) == 1}
     for px, py in shown if len(shown) <= MOST_HINTS or visible else sorted(alone):
         words = f"{series.name}, {chart.x_label} {chart.format_x(px)}: {chart.format_y(py)}"
@@ -164,7 +169,7 @@ def _draw(series: Series, chart: Chart, x: Callable[[float], float], y: Callable
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most about so many points that look the same: of each stretch the lowest and the highest."""
+    """Return about `most` points that look the same: the lowest and the highest of each interval."""
     if len(points) <= most:
         return list(points)
     kept: list[tuple[float, float]] = []
@@ -176,7 +181,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
             continue
         low, high = (pick(stretch, key=lambda i: points[i][1]) for pick in (min, max))
         kept += [points[i] for i in sorted({low, high})]
-    # A curve begins and ends where its data do.
+    # Keep both ends of the curve.
     return [points[0], *kept[kept[0] == points[0] :], *([] if kept[-1] == points[-1] else [points[-1]])]
 
 
@@ -197,7 +202,7 @@ def _x_axis(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
         low = max(low, 1.0)
         high = max(high, 2 * low)
         first, last = math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9)
-        # As many as can be read side by side.
+        # At most six labels fit side by side.
         powers = range(first, last + 1, max(1, -(-(last - first + 1) // 6)))
         scale = (end - start) / math.log2(high / low)
         return lambda x: start + scale * math.log2(max(x, low) / low), [2.0**power for power in powers]
@@ -230,7 +235,11 @@ def _y_axis(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
 
 
 def nice_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that span [low, high], `most` of them or few more."""
+    """Return about `most` multiples of 1, 2 or 5 times a power of ten that span [low, high].
+
+    >>> nice_ticks(2.6, 5.6, 5)
+    [2.0, 3.0, 4.0, 5.0, 6.0]
+    """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough * (1 - 1e-9))

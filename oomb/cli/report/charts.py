@@ -1,4 +1,4 @@
-"""The charts of a run."""
+"""Build the charts of a run from its events."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COLORS = {2: ("before", WHEN["before"]), 1: ("after", WHEN["after"])}
 
 
 def training_charts(run: Run) -> list[Chart]:
-    """Those that have something to show."""
+    """Return the charts of training that have data."""
     marks = [(step, f"resumed at step {step}") for step in run.resumed_at]
-    peak = "GPU memory at its peak" if run.on_gpu else "memory of the process (RSS)"
+    peak = "peak GPU memory" if run.on_gpu else "process memory (RSS)"
     pages = "pages on the GPU" if run.on_gpu else "pages"
     budgets = [("gpu", run.budget("gpu")), ("host", run.budget("host"))]
     limits = {limit for _, limit in budgets if limit is not None}
@@ -35,14 +35,14 @@ def training_charts(run: Run) -> list[Chart]:
                 Series(name="training", points=run.series("loss"), color=1),
                 Series(name="held-out", points=run.held_out, color=2, dots=True),
             ],
-            about="Of the text that is trained on, at each step, and of text that is never trained on.",
+            about="Training text at each step, and text the model never trains on.",
             marks=marks,
         ),
         _one(run, "learning_rate", "Learning rate", "", marks=marks, color=1),
-        _one(run, "grad_norm", "Norm of the gradient", "before clipping", marks=marks, color=1),
+        _one(run, "grad_norm", "Gradient norm", "before clipping", marks=marks, color=1),
         _one(run, "tokens_per_s", "Throughput", "tokens per second", from_zero=True, marks=marks, color=1),
-        _one(run, "step_s", "Time of a step", "seconds", from_zero=True, marks=marks, color=1),
-        _one(run, "mfu", "Share of the GPU's arithmetic used", "MFU", from_zero=True, format_y=percent, marks=marks),
+        _one(run, "step_s", "Step time", "seconds", from_zero=True, marks=marks, color=1),
+        _one(run, "mfu", "Model FLOPs utilization", "MFU", from_zero=True, format_y=percent, marks=marks),
         Chart(
             key="memory",
             title="Memory",
@@ -53,14 +53,14 @@ def training_charts(run: Run) -> list[Chart]:
                 Series(name=pages, points=_scaled(run, "gpu_page_bytes", GIB), color=2),
                 Series(name="pages on the host", points=_scaled(run, "host_page_bytes", GIB, zeros=False), color=3),
             ],
-            about="Pages hold what grows with the context: K, V, their gradients, kept attention outputs.",
+            about="Pages hold what grows with the context: K, V, their gradients and saved attention outputs.",
             from_zero=True,
             limits=[(size / GIB, whose) for size, whose in sorted(limits)],
             marks=marks,
         ),
         Chart(
             key="transfers",
-            title="Moved between GPU and host",
+            title="Transfers between GPU and host",
             x_label=STEP,
             y_label="GiB per step",
             series=moved if any(y > 0 for series in moved for _, y in series.points) else [],
@@ -69,11 +69,11 @@ def training_charts(run: Run) -> list[Chart]:
         ),
         Chart(
             key="waited",
-            title="Waited for transfers",
+            title="Time waiting for transfers",
             x_label=STEP,
             y_label="seconds per step",
             series=[Series(name="waited", points=_scaled(run, "waited_s", 1, zeros=False), color=4)],
-            about="How long the computation stood still for what was on its way.",
+            about="How long the computation stalled until a copy had finished.",
             from_zero=True,
             marks=marks,
         ),
@@ -147,7 +147,7 @@ def chart_by_length(
 
 
 def position_buckets(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sound buckets of an `eval` event."""
+    """Return the valid buckets of an `eval` event."""
     found = event.get("perplexity")
     buckets = found.get("buckets") if isinstance(found, dict) else None
     sound = []
@@ -161,7 +161,7 @@ def position_buckets(event: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def needle_cells(event: dict[str, Any]) -> dict[tuple[float, float], float]:
-    """Accuracy by (length, depth) of an `eval` event."""
+    """Return the accuracy by (length, depth) from an `eval` event."""
     found = event.get("needle")
     cells = found.get("cells") if isinstance(found, dict) else None
     sound = {}
@@ -179,6 +179,6 @@ def _one(run: Run, name: str, title: str, y_label: str, *, color: int = 1, **opt
 
 
 def _scaled(run: Run, name: str, unit: float, *, zeros: bool = True) -> list[tuple[float, float]]:
-    """The values of a field in `unit`; without `zeros`, none at all where all are zero."""
+    """Return the values of a field in `unit`. Without `zeros`, return nothing if all are zero."""
     points = [(float(step), value / unit) for step, value in run.series(name)]
     return points if zeros or any(value != 0 for _, value in points) else []

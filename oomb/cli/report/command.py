@@ -1,4 +1,4 @@
-"""`oomb report`."""
+"""Define the command line of `oomb report`."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from oomb.cli.options import DATA, OUTPUT
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The output_dir of oomb train: a folder with a metrics.jsonl.")],
+    run: Annotated[Path, typer.Argument(help="The output_dir of oomb train.")],
     before: Annotated[
         Path | None,
         typer.Option(
             "--before",
-            help="A JSON file of oomb eval, of the model before training, if the run holds none.",
+            help="A JSON file from oomb eval of the model before training, if the run recorded no evaluation.",
             rich_help_panel=DATA,
         ),
     ] = None,
     after: Annotated[
         Path | None,
-        typer.Option("--after", help="The same of the model after training.", rich_help_panel=DATA),
+        typer.Option("--after", help="The same for the model after training.", rich_help_panel=DATA),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Where to. Default: RUN/report.html.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option("--output", help="Where to write the page. Default: RUN/report.html.", rich_help_panel=OUTPUT),
     ] = None,
     png: Annotated[
         Path | None,
         typer.Option(
-            "--png", help="Draw the main charts into this file as well; needs matplotlib.", rich_help_panel=OUTPUT
+            "--png",
+            help="Also draw the main charts to this file (.png, .svg or .pdf). Needs matplotlib.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:
-    """Write a page about a training run: loss, speed, memory, evaluation, samples, settings, machine.
+    """Turn a training run into an HTML page: loss, speed, memory, evaluation, samples, settings, machine.
 
     [bold]oomb report runs/demo[/]
 
-    One HTML file that holds everything, its charts too, and asks for nothing from the network. It can be written while
-    the run goes on, after a crash, and again at any time.
+    The page is one self-contained file, charts included, that loads nothing from the network. You can write it during
+    training, after a crash, and again at any time.
     """
     with one_clear_message():
         from oomb.cli.report.page import write_report

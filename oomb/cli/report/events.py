@@ -1,4 +1,4 @@
-"""The events of a run, put in order. Nothing here trusts a value to be there, or to be of its type."""
+"""Read the events of a run and put them in order. No value is trusted to exist or to have the right type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 COMPARISON = "comparison.json"
 """Written by `oomb demo`."""
 OPENING = '{"event": '
-"""How every line begins."""
+"""The first characters of every line."""
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Run:
     name: str
     starts: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """In order, each step once."""
+    """In order; each step occurs once."""
     resumed_at: list[int] = field(default_factory=list)
-    """The steps that a later start went on from."""
+    """The steps from which the run was resumed."""
     held_out: list[tuple[int, float]] = field(default_factory=list)
     ends: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class Run:
     comparison: dict[str, Any] = field(default_factory=dict)
     """Steps of standard training and oomb, as `oomb demo` measured them."""
     unread: list[int] = field(default_factory=list)
-    """Numbers of the lines that could not be read."""
+    """Numbers of the lines that could not be parsed."""
     is_ended: bool = False
-    """Whether the last start came to its end."""
+    """Whether the last start wrote an "end" event."""
     error: str | None = None
-    """What ended training early, in the last start."""
+    """The error that ended the last start."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens trained on, in the steps that count."""
+        """Tokens trained on. Repeated steps count once."""
         settings = self.settings
         names = ("max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
         sizes = [number(settings.get(name)) for name in names]
@@ -79,13 +79,13 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Time in the steps that count."""
+        """Time spent in the steps. Repeated steps count once."""
         times = [value for _, value in self.series("step_s")]
         return math.fsum(times) if times else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all steps but the first, which may compile; over the first where there is no other."""
+        """The average without the first step, which may include compilation, unless it is the only one."""
         rated = [(step, time) for step in self.steps if (time := number(step.get("step_s"))) and time > 0]
         rated = rated[1:] or rated
         tokens = [_first(number(step.get("tokens")), _rate_times_time(step)) for step, _ in rated]
@@ -94,11 +94,10 @@ class Run:
         return math.fsum(value for value in tokens if value is not None) / math.fsum(time for _, time in rated)
 
     def budget(self, tier: str) -> tuple[float, str] | None:
-        """Bytes that pages may take in the tier "gpu" or "host", and whose figure that is; None where nothing is
-        known."""
+        """Return the bytes that pages may take in tier "gpu" or "host" and where that number comes from, or None."""
         given = number(dictionary(self._last("budget")).get(f"{tier}_bytes"))
         if given is not None and given > 0:
-            return given, "their budget"
+            return given, "page budget"
         setting = self.engine.get(f"{tier}_memory")
         if isinstance(setting, (int, str)) and setting != "auto":
             try:
@@ -108,7 +107,7 @@ class Run:
         return self.memory("gpu" if tier == "gpu" and self.on_gpu else "host")
 
     def memory(self, tier: str) -> tuple[float, str] | None:
-        """The machine's memory, in bytes."""
+        """Return the memory of the machine in bytes, with a label, or None."""
         gpu = dictionary(self.machine.get("gpu"))
         total = number(gpu.get("memory_gib") if tier == "gpu" else self.machine.get("ram_gib"))
         if total is None or total <= 0:
@@ -116,7 +115,7 @@ class Run:
         return total * GIB, "the GPU's memory" if tier == "gpu" else "the machine's memory"
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a field, where it is a number; it may be infinite or NaN."""
+        """Return (step, value) for each step whose field is a number, infinity and NaN included."""
         return [
             (step["step"], value) for step in self.steps if (value := number(step.get(name), finite=False)) is not None
         ]
@@ -126,54 +125,74 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """The run of an `output_dir` of `oomb train`."""
+    """Return the run in a folder, the `output_dir` of `oomb train`.
+
+    Raises:
+        ValueError: The folder holds no run.
+    """
     folder = Path(folder).expanduser()
     path = folder / METRICS
     if not path.is_file():
         if not folder.exists():
             near = near_paths(folder)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"there is no run {folder}{hint}")
-        where = "is a file" if folder.is_file() else f"holds no {METRICS}"
-        raise ValueError(f"{folder} {where}; name the output_dir of a run of oomb train")
-    # A killed run may end in the middle of a character.
-    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    run = order(lines, folder.resolve().name)
+            raise ValueError(f"no run in {folder}: the folder does not exist{hint}")
+        problem = "is a file" if folder.is_file() else f"has no {METRICS}"
+        raise ValueError(f"{folder} {problem}: pass the output_dir of oomb train")
+    run = order(metrics_lines(folder), folder.resolve().name)
     run.comparison = _read_comparison(folder / COMPARISON)
     return run
+
+
+def metrics_lines(folder: Path) -> list[str]:
+    """Return the lines of a run's metrics, none if the file does not exist. Raise OSError if it cannot be read."""
+    path = folder / METRICS
+    # A killed run may end in the middle of a character.
+    return path.read_bytes().decode("utf-8", errors="replace").split("\n") if path.is_file() else []
+
+
+def parse_event(line: str) -> dict[str, Any] | None:
+    """Return the event in a line, or None if the line is not a JSON object."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _read_comparison(path: Path) -> dict[str, Any]:
     """Return an empty dictionary if there is no file, or none that can be read."""
     try:
-        return _parse(path.read_text()) or {}
+        return parse_event(path.read_text()) or {}
     except (OSError, UnicodeDecodeError):
         return {}
 
 
 def read_eval(path: str | Path) -> dict[str, Any]:
-    """A JSON file of `oomb eval`, as an `eval` event."""
+    """Return the content of a JSON file written by `oomb eval`, which has the fields of an `eval` event."""
     try:
         found = json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON (line {error.lineno}: {error.msg}); name a file of oomb eval") from error
+        raise ValueError(
+            f"{path} is not JSON (line {error.lineno}: {error.msg}): pass a file written by oomb eval --output"
+        ) from error
     if not isinstance(found, dict) or not isinstance(found.get("perplexity"), dict):
-        raise ValueError(f"{path} is no file of oomb eval: it holds no perplexity")
+        raise ValueError(f"{path} has no perplexity: pass a file written by oomb eval --output")
     return found
 
 
 def order(lines: Iterable[str], name: str) -> Run:
-    """The run that these lines tell of."""
+    """Build the run from the lines of its metrics."""
     run = Run(name)
     is_new = False
     for at, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        event = _parse(line)
+        event = parse_event(line)
         if event is None:
             run.unread.append(at)
-            # A killed run's last line has no end, and the next start is written right behind it.
-            event = _parse(line[max(0, line.rfind(OPENING)) :])
+            # The last line of a killed run has no newline, so the event of the next start follows on the same line.
+            event = parse_event(line[max(0, line.rfind(OPENING)) :])
         if event is None:
             continue
         kind, step = event.get("event"), _step(event)
@@ -184,7 +203,7 @@ def order(lines: Iterable[str], name: str) -> Run:
         elif kind == "error":
             run.error = str(event.get("error", "unknown"))
         elif kind == "step" and step is not None:
-            _cut(run, step)
+            _drop_from(run, step)
             if is_new:
                 run.resumed_at.append(step - 1)
                 is_new = False
@@ -199,16 +218,8 @@ def order(lines: Iterable[str], name: str) -> Run:
     return run
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _cut(run: Run, step: int) -> None:
-    """What comes again, or lies behind a step that comes now, was given up."""
+def _drop_from(run: Run, step: int) -> None:
+    """Drop what an earlier start recorded from this step on: the run was resumed before it."""
     while run.steps and run.steps[-1]["step"] >= step:
         run.steps.pop()
     run.resumed_at = [other for other in run.resumed_at if other < step]
@@ -216,6 +227,7 @@ def _cut(run: Run, step: int) -> None:
 
 
 def _keep(kept: dict[str, dict[str, Any]], event: dict[str, Any]) -> None:
+    """Keep the first event from before training and the last from after it."""
     when = event.get("when")
     if when == "after" or (when == "before" and when not in kept):
         kept[when] = event
@@ -227,6 +239,7 @@ def _step(event: dict[str, Any]) -> int | None:
 
 
 def number(value: Any, *, finite: bool = True) -> float | None:
+    """Return the value as a float, or None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -237,6 +250,7 @@ def number(value: Any, *, finite: bool = True) -> float | None:
 
 
 def dictionary(value: Any) -> dict[str, Any]:
+    """Return the value if it is a dictionary, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 

@@ -1,4 +1,4 @@
-"""The parts of the page, each as HTML, or empty where there is nothing to show."""
+"""Render the sections of the page as HTML. A section without data is an empty string."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oomb.cli.report.events import Run, dictionary, number
 from oomb.utils.units import gib, short_tokens
 
 MOST_ROWS = 200
-"""In the table of steps. Of more, as many at equal distances."""
+"""Most rows in the table of steps; a longer run is sampled at equal distances."""
 
 STEP_COLUMNS = {
     "loss": ("loss", plain),
@@ -24,16 +24,17 @@ STEP_COLUMNS = {
     "tokens_per_s": ("tokens/s", plain),
     "peak_memory_bytes": ("peak memory", gib),
     "gpu_page_bytes": ("pages", gib),
-    "host_page_bytes": ("on the host", gib),
+    "host_page_bytes": ("host pages", gib),
     "waited_s": ("waited, s", plain),
 }
 
 
 class Html(str):
-    """Text that is HTML already and must not be escaped again."""
+    """Text that is already HTML and must not be escaped."""
 
 
 def charts(drawn: Iterable[Chart]) -> str:
+    """Return the charts in two columns."""
     figures = "\n".join(_figure(chart) for chart in drawn)
     return f'<div class="grid-of-two">\n{figures}\n</div>' if figures else ""
 
@@ -52,7 +53,7 @@ def _figure(chart: Chart) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]], *, caption: str = "", kind: str = "") -> str:
-    """A table whose rows have a name. A cell is text, or a whole <td> as `Html`."""
+    """Return a table whose rows start with a name. A cell is text, or a whole <td> as `Html`."""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
@@ -67,7 +68,7 @@ def table(head: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]], *, cap
 
 
 def compared(run: Run) -> str:
-    """The table and charts of `oomb demo`."""
+    """Return the comparison of `oomb demo`: conclusions, table and charts."""
     rows = read_rows(run.comparison)
     if not rows:
         return ""
@@ -77,11 +78,11 @@ def compared(run: Run) -> str:
 
 
 def tiers(run: Run) -> str:
-    """The most that was used of each tier, against what there was."""
-    device = "GPU" if run.on_gpu else "model's device"
+    """Return the peak use of each memory tier against what was available."""
+    device = "GPU" if run.on_gpu else "CPU"
     rows: list[tuple[str, list[str]]] = []
     for name, field, limit in (
-        ("GPU memory at its peak" if run.on_gpu else "the process (RSS)", "peak_memory_bytes",
+        ("peak GPU memory" if run.on_gpu else "process (RSS)", "peak_memory_bytes",
          run.memory("gpu" if run.on_gpu else "host")),
         (f"pages on the {device}", "gpu_page_bytes", run.budget("gpu")),
         ("pages on the host", "host_page_bytes", run.budget("host")),
@@ -97,16 +98,17 @@ def tiers(run: Run) -> str:
         bar = f'<div><div style="--share:{min(max(share, 0.0), 1.0):.4f}"></div></div>'
         of = f"<td>{gib(used)}<small>of {gib(limit[0])}, {escape(limit[1])}</small></td>"
         rows.append((name, [Html(of), Html(f'<td class="bar">{share:.1%}{bar}</td>')]))
-    head = ("where", "most used", "share of what there is")
+    head = ("memory", "peak", "share of the available memory")
     return f'<div class="card">{table(head, rows)}</div>' if rows else ""
 
 
 def evaluation(run: Run) -> str:
+    """Return charts and tables of perplexity and needles."""
     parts = [_figure(chart) for chart in (position_chart(run), needle_chart(run)) if chart is not None]
     positions = _position_table(run)
     card = [f'<div class="card"><h3>Perplexity by position</h3>{positions}</div>'] if positions else []
     needles = [_needles(when, run.evals[when]) for when in WHEN if needle_cells(run.evals.get(when, {}))]
-    # In two columns: before beside after, and the long table where it leaves no gap.
+    # Two columns: "before" next to "after", and the long table where it leaves no gap.
     parts += needles + card if len(parts) == 2 else card + needles
     return f'<div class="grid-of-two top">{"".join(parts)}</div>' if parts else ""
 
@@ -132,7 +134,7 @@ def _position_table(run: Run) -> str:
             cells.append(Html(f"<td>{high}<small>{loss}</small></td>"))
         rows.append((f"{short_tokens(start)} to {short_tokens(end)}", cells))
     head = ("positions", *(WHEN[when] for when in found))
-    return table(head, rows, caption="and below it the loss, in nats, with its standard error") if rows else ""
+    return table(head, rows, caption="below it the loss in nats, with its standard error") if rows else ""
 
 
 def _needles(when: str, event: dict[str, Any]) -> str:
@@ -145,7 +147,7 @@ def _needles(when: str, event: dict[str, Any]) -> str:
             Html("<td></td>" if v is None else f'<td class="heat" style="--share:{v:.4f}">{v:.0%}</td>') for v in row
         )
         rows.append((f"{short_tokens(length)} tokens", list(heat)))
-    said = []
+    figures = []
     for name, words in (
         ("accuracy", "found {:.0%}"),
         ("chance", "chance {:.0%}"),
@@ -155,14 +157,14 @@ def _needles(when: str, event: dict[str, Any]) -> str:
         ("gain", "gain {:+.2f} nats per answer"),
     ):
         if (value := number(found.get(name))) is not None:
-            said.append(words.format(value))
+            figures.append(words.format(value))
     head = ("depth", *(f"{depth:.0%}" for depth in depths))
-    body = table(head, rows, caption=", ".join(said))
+    body = table(head, rows, caption=", ".join(figures))
     return f'<div class="card"><h3>Needles found {WHEN[when]}</h3>{body}</div>'
 
 
 def samples(run: Run) -> str:
-    """Text from before beside text from after."""
+    """Return the text samples from before and after training, side by side."""
     cards = []
     for when, name in WHEN.items():
         sample = run.samples.get(when)
@@ -173,17 +175,17 @@ def samples(run: Run) -> str:
         cards.append(f'<div class="card"><h3>{escape(name.capitalize())}</h3><pre tabindex="0">{written}</pre></div>')
     if not cards:
         return ""
-    about = '<p class="about">The grey beginning is given; the model goes on from it.</p>'
+    about = '<p class="about">The prompt is gray; the model wrote the rest.</p>'
     return f'{about}<div class="grid-of-two">{"".join(cards)}</div>'
 
 
 def _printable(text: str) -> str:
-    """What models write at first holds bytes that HTML does not know."""
+    """Escape text and replace control characters: untrained models produce bytes that HTML does not allow."""
     return escape("".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text))
 
 
 def settings(run: Run) -> str:
-    """Of the last start, where there are several."""
+    """Return settings, machine and versions of the last start."""
     chosen = {key: value for key, value in run.settings.items() if key != "engine"}
     machine = {key: value for key, value in run.machine.items() if not isinstance(value, dict)}
     gpu = {f"gpu {key}": value for key, value in dictionary(run.machine.get("gpu")).items()}
@@ -196,18 +198,19 @@ def settings(run: Run) -> str:
         ("Versions", dictionary(run.machine.get("versions"))),
     ):
         if values:
-            rows = [(str(key), [_said(value)]) for key, value in values.items()]
+            rows = [(str(key), [_setting_text(value)]) for key, value in values.items()]
             cards.append(f'<div class="card"><h3>{title}</h3>{table((), rows, kind="words")}</div>')
     return f'<div class="grid-of-two">{"".join(cards)}</div>' if cards else ""
 
 
-def _said(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if value is None:
         return "not set"
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def steps(run: Run) -> str:
+    """Return the table of steps, folded."""
     if not run.steps:
         return ""
     columns = {key: STEP_COLUMNS[key] for key in STEP_COLUMNS if run.series(key)}

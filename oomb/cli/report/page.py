@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds everything and asks for nothing."""
+"""Write the page of a run: one HTML file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oomb.utils import files
 from oomb.utils.units import gib, seconds
 
 LAST_STEPS = 5
-"""The final training loss is their mean: that of a single step is a matter of luck."""
+"""The final training loss is the mean over this many steps, since the loss of a single step is noisy."""
 
 
 def write_report(
@@ -24,21 +24,30 @@ def write_report(
     after: str | Path | None = None,
     output: str | Path | None = None,
 ) -> Path:
-    """Writes RUN/report.html, or `output`, and returns its path. `before` and `after` are files of `oomb eval`, for a
-    run whose metrics hold no evaluation. An earlier page is replaced whole or not at all."""
+    """Write the page of a run, replacing an older one atomically, and return its path.
+
+    Args:
+        run_dir: The `output_dir` of `oomb train`.
+        before: A JSON file from `oomb eval` of the model before training, for a run that recorded no evaluation.
+        after: The same for the model after training.
+        output: Where to write the page. Default: `report.html` in the folder of the run.
+
+    Raises:
+        ValueError: There is no run, a file is not from `oomb eval`, or `output` is a folder.
+    """
     run = load(run_dir, before=before, after=after)
     path = Path(run_dir).expanduser() / "report.html" if output is None else Path(output).expanduser()
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file, {path / 'report.html'} for example")
+        raise ValueError(f"{path} is a folder: pass a file name, such as {path / 'report.html'}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic_file(path) as file:
-        # A lone surrogate, half of a character that JSON can spell, has no bytes of its own.
+        # JSON can spell a lone surrogate, which UTF-8 cannot encode.
         file.write(page(run).encode("utf-8", errors="replace"))
     return path
 
 
 def load(run_dir: str | Path, *, before: str | Path | None, after: str | Path | None) -> Run:
-    """The run, with evaluations from elsewhere."""
+    """Read a run and add evaluations from files of `oomb eval`."""
     run = read_run(run_dir)
     for when, path in (("before", before), ("after", after)):
         if path is not None:
@@ -50,12 +59,12 @@ def load(run_dir: str | Path, *, before: str | Path | None, after: str | Path | 
 
 
 def page(run: Run) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     model, dataset = (str(run.settings.get(key, "?")) for key in ("model_name_or_path", "dataset"))
     sections = [
         _section("Training", charts(training_charts(run))),
         _section("Compared with standard training", compared(run)),
-        _section("Memory of each tier", tiers(run)),
+        _section("Memory by tier", tiers(run)),
         _section("Evaluation", evaluation(run)),
         _section("Text before and after", samples(run)),
         _section("Settings and machine", settings(run)),
@@ -66,7 +75,7 @@ def page(run: Run) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # The page holds text that a model wrote: whatever that is, nothing is run and nothing is fetched.
+            # The page contains text that a model wrote, so run no script and fetch nothing, whatever it says.
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
             'img-src data:">',
             f'<link rel="icon" href="data:,">\n<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>',
@@ -94,18 +103,18 @@ def _notes(run: Run) -> list[str]:
     if run.error is not None:
         notes.append(f"An error ended training: {run.error}")
     if not run.steps:
-        notes.append("No step has been finished in this run, so there are no curves.")
+        notes.append("This run has no finished step yet, so there are no curves.")
     if run.unread:
         where = ", ".join(map(str, run.unread[:5])) + (", …" if len(run.unread) > 5 else "")
-        notes.append(f"{METRICS}: {len(run.unread)} of its lines could not be read and are left out (line {where}).")
-    strange = sum(1 for _, loss in run.series("loss") if number(loss) is None)
-    if strange:
-        notes.append(f"The loss was not a finite number in {strange} of {len(run.steps)} steps.")
+        notes.append(f"{len(run.unread)} of the lines of {METRICS} could not be read and are left out (line {where}).")
+    num_not_finite = sum(1 for _, loss in run.series("loss") if number(loss) is None)
+    if num_not_finite:
+        notes.append(f"The loss was not a finite number in {num_not_finite} of {len(run.steps)} steps.")
     return notes
 
 
 def _figures(run: Run) -> str:
-    """The few numbers that one asks for first."""
+    """Return the key figures at the top of the page."""
     found: list[tuple[str, str, str]] = []
     losses = [loss for _, loss in run.series("loss") if number(loss) is not None]
     if losses:

@@ -1,4 +1,4 @@
-"""The main charts of a run as one picture, for a README."""
+"""Draw the main charts of a run as one picture, for a README."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PICTURES = (".png", ".svg", ".pdf")
 COLORS = {1: "#0b6bb8", 2: "#c8500a", 3: "#15803d", 4: "#8b3fb0"}
 MAIN = ("loss", "positions", "needles", "memory", "tokens_per_s")
 MOST_CHARTS = 4
-"""The charts of the picture, in order: so many of those that there are data for."""
+"""The picture has the first four charts of MAIN that have data."""
 
 
 def check_picture(path: str | Path, option: str = "--png") -> None:
@@ -29,7 +29,11 @@ def check_picture(path: str | Path, option: str = "--png") -> None:
 def write_picture(
     run_dir: str | Path, path: str | Path, *, before: str | Path | None = None, after: str | Path | None = None
 ) -> Path:
-    """Draws loss, loss by position, needles found and memory of a run into a file; throughput where one is missing."""
+    """Draw loss, loss by position, needles found and memory of a run into a file; throughput if one is missing.
+
+    Raises:
+        ValueError: The file is not a picture, matplotlib is not installed, or the run has no data yet.
+    """
     check_picture(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -39,7 +43,7 @@ def write_picture(
     found = {chart.key: chart for chart in (*training_charts(run), *evaluated) if chart is not None}
     charts = [found[key] for key in MAIN if key in found][:MOST_CHARTS]
     if not charts:
-        raise ValueError(f"{run_dir} has no finished step yet, so there is nothing to draw")
+        raise ValueError(f"{run_dir} has no finished step yet: nothing to draw")
     columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     figure = Figure(figsize=(5.5 * columns, 3.4 * rows), dpi=120, layout="constrained")

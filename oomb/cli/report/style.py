@@ -1,4 +1,4 @@
-"""The page's style. Light or dark as the reader's system is, one column on a phone."""
+"""Define the style of the page: light or dark like the reader's system, one column on a phone."""
 
 STYLE = """
 :root {
