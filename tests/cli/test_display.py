@@ -308,7 +308,7 @@ def test_plain_output_reports_within_a_long_step(monkeypatch: pytest.MonkeyPatch
 def test_a_stop_flag_ends_training_between_two_chunks_or_steps() -> None:
     engine = oomb.Engine(load.load_model("demo", device="cpu"))
     run = Observed(engine, RunInfo(title="", tokens_per_step=1), TrainerState(max_steps=2))
-    signals = SignalHandler(run.state, print)
+    signals = SignalHandler(print, run.state)
     signals.check()
     run.state.stop_requested = True
     with pytest.raises(StopRequested):

@@ -448,7 +448,7 @@ def test_a_model_that_cannot_be_saved_is_one_message(here: Path, monkeypatch: py
 def test_signals_one_by_one() -> None:
     said: list[str] = []
     state = RunState()
-    interrupts = SignalHandler(state, said.append)
+    interrupts = SignalHandler(said.append, state)
     with interrupts:
         interrupts.stop("stopping")
         signal.raise_signal(signal.SIGINT)

@@ -393,7 +393,7 @@ def hangup_by_default() -> Iterator[None]:
 def test_a_lost_connection_is_a_request_to_stop() -> None:
     said: list[str] = []
     state = RunState()
-    with SignalHandler(state, said.append) as interrupts:
+    with SignalHandler(said.append, state) as interrupts:
         interrupts.stop("stopping")
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
@@ -404,7 +404,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         assert interrupts.exit_code == EXIT_HUNG_UP == 129
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     state = RunState()
-    with SignalHandler(state, said.append) as interrupts:
+    with SignalHandler(said.append, state) as interrupts:
         interrupts.protect("saving")
         interrupts.release()
         with pytest.raises(KeyboardInterrupt):
@@ -413,7 +413,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         assert interrupts.exit_code == EXIT_TERMINATED
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     state = RunState()
-    with SignalHandler(state, said.append) as interrupts:
+    with SignalHandler(said.append, state) as interrupts:
         signal.raise_signal(signal.SIGHUP)
         assert not state.terminated
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -101,7 +101,7 @@ class Run:
         self.log = JsonLines(self.output_dir / METRICS, append=is_resumed)
         self.recorder = StepRecorder(self.state, self.log, self.meter, engine, self.info)
         self.display = TrainingDisplay(console, self.state, self.meter, engine, self.info)
-        self.signals = SignalHandler(self.state, self.display.print_line)
+        self.signals = SignalHandler(self.display.print_line, self.state)
         # Before the trackers, which report what the recorder adds.
         self.trainer.callback_handler.callbacks[:0] = [self.recorder, self.display]
         engine.progress = self._chunk_done

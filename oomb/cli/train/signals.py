@@ -30,12 +30,12 @@ class SignalHandler:
     printing raises no error, even if the terminal is gone.
 
     Args:
-        state: State of the run.
         print_line: Prints what a signal does.
+        state: State of the run; a new one by default.
     """
 
-    def __init__(self, state: RunState, print_line: Callable[[str], None]) -> None:
-        self.state, self.print_line = state, print_line
+    def __init__(self, print_line: Callable[[str], None], state: RunState | None = None) -> None:
+        self.print_line, self.state = print_line, RunState() if state is None else state
         self.exit_code = EXIT_INTERRUPTED
         """Exit code of a run that a signal stopped."""
         self._notice: str | None = None
