@@ -1,25 +1,33 @@
 # Every target does its own set-up. A fresh clone needs python3 (3.11 or newer) and make, nothing else.
 #
-#   make demo     train a small model at a 16K-token context and compare with standard training, about 5 minutes
-#   make test     lint, types and tests
-#   make stress   the tests that use processes, signals, threads or terminals, 20 times, next to a load on every core
-#   make lint     lint and types alone
-#   make bench    time and memory beside standard training (a GPU is needed for the larger contexts)
+#   make demo         train a small model at a 16K-token context and compare with standard training, about 5 minutes
+#   make test         lint, types and tests; TESTS=memory runs one folder of tests/
+#   make test-quick   the fast tests, in under 90 seconds
+#   make test-full    the exhaustive sweeps: every model type, long kill-and-resume runs
+#   make stress       20 rounds of the tests that use processes, signals, threads or terminals, on busy cores
+#   make lint         lint and types
+#   make docs         the documentation site, in site/
+#   make bench        time and memory against standard training (longer contexts need a GPU)
 
 PYTHON ?= python3
 VENV ?= .venv
-# Any torch the package accepts will do; this is the one the tests were run with.
+# Any torch the package accepts works; the tests were run with this one.
 TORCH ?= torch==2.13.0
-# The same of other packages. `make test CONSTRAINTS=` upgrades to the newest that the package accepts.
+# The same for other packages. `make test CONSTRAINTS=` upgrades to the newest releases the package accepts.
 CONSTRAINTS ?= tests/constraints.txt
+# Folders of tests/ to run, such as "memory ops". Default: all.
+TESTS ?=
 JOBS ?= 2
 REPEATS ?= 20
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
-# One of the two is there: which releases are installed.
+# Marks a finished set-up, and with which releases.
 STAMP := $(VENV)/.oomb-setup$(if $(CONSTRAINTS),,-newest)
+# The workers share the cores, so torch gets one thread in each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+QUICK := attention data engine eval memory models ops planner utils
 
-.PHONY: setup demo test stress lint bench clean
+.PHONY: setup demo test test-quick test-full stress lint docs bench clean
 
 setup: $(STAMP)
 
@@ -43,20 +51,28 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One torch thread per worker: the workers share the cores already.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(PYTEST) $(TESTS:%=tests/%) $(PYTEST_ARGS)
+
+test-quick: setup
+	$(PYTEST) -q -m "not slow and not timing and not full and not gpu" $(or $(TESTS:%=tests/%),$(QUICK:%=tests/%)) $(PYTEST_ARGS)
+
+test-full: setup
+	$(PYTEST) -m full $(TESTS:%=tests/%) $(PYTEST_ARGS)
 
 stress: setup
 	@burners=; trap 'kill $$burners' EXIT; \
 	for core in $$(seq $$(nproc)); do (while :; do :; done) & burners="$$burners $$!"; done; \
 	for repeat in $$(seq $(REPEATS)); do \
 		echo "repeat $$repeat of $(REPEATS)"; \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m timing $(PYTEST_ARGS) || exit 1; \
+		$(PYTEST) -q -m "timing and not full" $(PYTEST_ARGS) || exit 1; \
 	done
+
+docs: setup
+	$(BIN)/python docs/build_site.py
 
 bench: setup
 	$(BIN)/oomb bench $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,7 +28,7 @@ _HOME = {
     "OutOfPages": "oomb.memory.pool",
     "SFTTrainer": "oomb.trainers.sft",
     "Trainer": "oomb.trainers.trainer",
-    "UnsupportedModelError": "oomb.models.causal_lm",
+    "UnsupportedModelError": "oomb.models.checks",
 }
 
 # Without `DPOTrainer` and `SFTTrainer`: `from oomb import *` must not ask for TRL.

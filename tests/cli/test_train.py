@@ -144,7 +144,7 @@ def test_flags_as_hugging_face_scripts_take_them() -> None:
 
 def test_pages_of_settings_are_generated() -> None:
     """docs/config.md and docs/train.md list what the fields declare, and every setting is a flag."""
-    script = [sys.executable, "docs/settings_tables.py", "--check"]
+    script = [sys.executable, "docs/generate.py", "--check"]
     check = subprocess.run(
         script, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

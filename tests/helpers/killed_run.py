@@ -19,9 +19,6 @@ from transformers import TrainerCallback
 import oomb
 from oomb.trainers import checkpoints
 
-NUM_KILLS = int(os.environ.get("OOMB_TESTS_KILLS", "10"))
-NUM_STEPS = 6 + 3 * NUM_KILLS
-"""A process is killed up to three steps after it starts."""
 SLOWED_S = 0.004
 """Between two operations on the disk, so that many a kill falls between them."""
 
@@ -98,12 +95,12 @@ class Tell(TrainerCallback):
             self.moment.step_is_told()
 
 
-def main(folder: Path, losses: Path, moment: Moment | None) -> None:
+def main(folder: Path, losses: Path, num_steps: int, moment: Moment | None) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(folder.parent / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     if moment is not None:
         moment.follow_the_disk()
-    train(folder, losses, NUM_STEPS, moment)
+    train(folder, losses, num_steps, moment)
 
 
 def train(folder: Path, losses: Path, num_steps: int, moment: Moment | None = None) -> None:

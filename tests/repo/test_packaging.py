@@ -38,7 +38,7 @@ FLOORS = (
     ("trainers", "eval", "cli"),
 )
 ARROWS = {
-    "models": {"attention"},
+    "models": {"attention", "memory", "data"},
     "config": {"utils"},
     "ops": {"config", "utils"},
     "engine": {"planner"},
@@ -245,7 +245,7 @@ def test_commands_are_shown() -> None:
 def test_shown_commands_are_real(command: str) -> None:
     words = shlex.split(command)
     if words[0] == "make":
-        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
         return
     group: Any = typer.main.get_command(main.app)
@@ -326,10 +326,14 @@ def test_the_example_with_lora_and_data_runs(tmp_path: Path, monkeypatch: pytest
     assert names["model"].model.rotary_emb.rope_type == "yarn"
 
 
-def test_the_architecture_page_lists_every_module() -> None:
+def test_the_architecture_page_names_what_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     listed = set(re.findall(r"^\| `(oomb/[\w/]+\.py)` \|", text, re.MULTILINE))
     assert listed == {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
+    named = set(re.findall(rf"\b((?:{'|'.join(LEVEL)})/[a-z_/]+)", text))
+    assert len(named) > 100
+    for name in named:
+        assert (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file(), name
     diagram = next(block for block in fences(ROOT / "docs" / "architecture.md", "") if "trainers" in block)
     drawn = [set(re.findall(r"\b[a-z]{3,}\b", line)) & set(LEVEL) for line in diagram.splitlines()]
     assert [floor for floor in drawn if floor] == [set(floor) for floor in FLOORS[::-1]]
@@ -389,17 +393,6 @@ def test_the_tests_run_with_releases_that_the_package_takes() -> None:
     assert versions is not None
     assert str(transformers.specifier) == f"=={versions[2]}"
     assert f">={versions[1].removesuffix('.0')}" in str(taken["transformers"]).split(",")
-
-
-@pytest.mark.timing
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
-def test_the_tree_is_clean(check: list[str]) -> None:
-    program = shutil.which(check[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if program is None:
-        pytest.skip(f"{check[0]} is not installed")
-    done = subprocess.run([program, *check[1:]], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timing

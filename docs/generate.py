@@ -1,11 +1,13 @@
-"""Write the tables of settings in docs/config.md and docs/train.md from what the settings' fields declare.
+"""Write the tables that come from the code: settings in docs/config.md and docs/train.md, modules in architecture.md.
 
-python docs/settings_tables.py            # rewrite both pages
-python docs/settings_tables.py --check    # exit 1 if a page differs
+python docs/generate.py            # rewrite the pages
+python docs/generate.py --check    # exit 1 if a page differs
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
@@ -16,7 +18,8 @@ from oomb.cli.train.settings import PANELS
 from oomb.config import ENGINE, Config
 
 DOCS = Path(__file__).parent
-START, END = "<!-- settings:start -->\n", "<!-- settings:end -->"
+PACKAGE = DOCS.parent / "oomb"
+START, END = "<!-- generated:start -->\n", "<!-- generated:end -->"
 VALUES = {"bytes": '`"auto"`, bytes, `"24GiB"`', "tokens": "1 or more"}
 
 
@@ -56,7 +59,34 @@ def row(described: Field[Any]) -> str:
     return f"| `{described.name}` | {default} | {help_text(described)} |"
 
 
-PAGES = {"config.md": config_table, "train.md": train_tables}
+def module_tables() -> str:
+    """Return every module with the first sentence of its docstring, by folder, from the top floor down."""
+    tables = []
+    for folder in ("cli", "trainers", "eval", "engine", "planner", "models", "attention", "memory", "data", "ops"):
+        rows = [module_row(path) for path in sorted((PACKAGE / folder).rglob("*.py"))]
+        title = f"### {folder}\n\n{summary(PACKAGE / folder / '__init__.py')}\n"
+        tables.append("\n".join([title, "| module | what it does |", "|---|---|", *filter(None, rows)]))
+    rows = [module_row(path) for path in (PACKAGE / "config.py", *sorted((PACKAGE / "utils").glob("*.py")))]
+    title = "### config and utils\n\nSettings of the engine, and helpers that know nothing of oomb.\n"
+    tables.append("\n".join([title, "| module | what it does |", "|---|---|", *filter(None, rows)]))
+    return "\n\n".join(tables) + "\n"
+
+
+def module_row(path: Path) -> str:
+    """Return the row of a module, or nothing for a package."""
+    if path.name == "__init__.py":
+        return ""
+    return f"| `{path.relative_to(PACKAGE.parent).as_posix()}` | {summary(path)} |"
+
+
+def summary(path: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
+    sentence = re.match(r".*?[.:](?= [A-Z]|$)", text)
+    return (sentence[0] if sentence else text).rstrip(".:").replace("|", "\\|")
+
+
+PAGES = {"config.md": config_table, "train.md": train_tables, "architecture.md": module_tables}
 
 
 def generated(page: str) -> str:
@@ -69,7 +99,7 @@ def generated(page: str) -> str:
 def main() -> None:
     changed = [page for page in PAGES if generated(page) != (DOCS / page).read_text(encoding="utf-8")]
     if "--check" in sys.argv[1:]:
-        sys.exit(f"out of date: {', '.join(changed)}; run python docs/settings_tables.py" if changed else 0)
+        sys.exit(f"out of date: {', '.join(changed)}; run python docs/generate.py" if changed else 0)
     for page in changed:
         (DOCS / page).write_text(generated(page), encoding="utf-8")
         print(f"wrote docs/{page}")
