@@ -69,8 +69,8 @@ def table() -> str:
         f"On a GPU limited to 24 GiB, a LoRA step (rank 16 on all linear layers) at {small['context']:,} tokens takes "
         f"{small['measured_seconds']:.0f} s, {small['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory and "
         f"{small['measured_host_bytes'] / 2**30:.0f} GiB of host memory, with exact attention. The data is in "
-        "[benchmarks/results](benchmarks/results/README.md). Measure your own machine with `oomb bench`, or predict any "
-        "GPU with [`oomb plan`](docs/plan.md).",
+        "[benchmarks/results](benchmarks/results/README.md). Measure your own machine with `oomb bench`, or predict "
+        "any GPU with [`oomb plan`](docs/plan.md).",
     ]
     return "\n".join(lines)
 
