@@ -89,10 +89,12 @@ def bench(
         console, finish = Console(), None
         trust: dict[str, Any] = {"trust_remote_code": loading["trust_remote_code"]}
         if selection_map is not None:
+            from oomb.cli.plotting import check_picture
             from oomb.eval import selection_map as selection
 
+            check_picture(selection_map, "--selection_map")
             num_layers = load.load_config(name, **trust).get_text_config(decoder=True).num_hidden_layers
-            selection.check(num_layers, selection_layer, settings.get("page_budget"), selection_map)
+            selection.check(num_layers, selection_layer, settings.get("page_budget"))
             tokenizer = None if presets.is_preset(name) else load.load_tokenizer(name, **trust)
             ids = selection.text_ids(tokenizer, max(lengths), selection_text)
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from oomb.config import Config
-from oomb.engine.grads import missing_bytes
+from oomb.engine.grads import reusable_bytes
 from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
-from oomb.memory.rows import LayerRows, RowLayout, kv_row
-from oomb.memory.selections import SelectionSpec
+from oomb.memory.rows import LayerRows
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.models.causal_lm import CausalLM
@@ -23,7 +22,7 @@ from oomb.models.probe import model_shape, record_shapes
 from oomb.models.shape import LayerShape
 from oomb.planner.fit import place_or_raise
 from oomb.planner.placement import selection_spec
-from oomb.planner.request import Placement
+from oomb.planner.request import Placement, PlacementRequest, layer_rows
 from oomb.utils.units import parse_bytes
 
 SLOW_ADAPTERS = (
@@ -128,7 +127,7 @@ class PageAllocator:
             self._autocast,
             tuple(shapes.values()),
         )
-        layers = {layer: _layer_spec(shape, wanted.batch_size, self.config) for layer, shape in shapes.items()}
+        layers = {layer: layer_rows(shape, wanted.batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
             # Memory that was there then may be gone now; if so, what is there decides anew.
@@ -152,7 +151,7 @@ class PageAllocator:
             out_tokens=placement.out_tokens,
             gpu_out_tokens=placement.gpu_out_tokens,
             needs_grad=needs_grad,
-            selection_spec=self._selection_spec(layers),
+            selection_spec=selection_spec(self.config, self.layer_shapes().values(), self._has_float8),
         )
 
     def _remaining_limits(self) -> Config:
@@ -165,15 +164,11 @@ class PageAllocator:
         }
         return replace(self.config, **left) if left else self.config
 
-    def _selection_spec(self, layers: dict[int, LayerRows]) -> SelectionSpec | None:
-        """How pages are chosen, in layers without a window."""
-        config, dtypes = self.config, [spec.dtype for spec in layers.values() if spec.window is None]
-        if config.page_budget is None or not dtypes:
-            return None
+    @property
+    def _has_float8(self) -> bool:
+        """Whether Triton supports float8 on the model's device."""
         device = self.model.device
-        # Triton has them from this generation of GPUs on.
-        has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-        return selection_spec(config, dtypes[0], has_float8)
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
     @property
     def _autocast(self) -> torch.dtype | None:
@@ -213,36 +208,26 @@ class PageAllocator:
         gpu, host = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
         if gpu is None:  # on a CPU all is one memory
             host += self.tiers.idle_bytes(GPU)
+        missing_grad_bytes = 0
+        if wanted.needs_grad:
+            existing = reusable_bytes(self.model.parameters(), wanted.float32_sums)
+            missing_grad_bytes = facts.missing_grad_bytes(wanted.float32_sums) - existing
         return place_or_raise(
-            facts,
-            self._remaining_limits(),
-            batch_size=wanted.batch_size,
-            length=wanted.length,
-            needs_grad=wanted.needs_grad,
-            float32_sums=wanted.float32_sums,
-            fused=wanted.fused,
-            free_gpu_bytes=None if gpu is None else gpu + self.tiers.idle_bytes(GPU),
-            free_host_bytes=host,
-            missing_grad_bytes=missing_bytes(self.model.parameters(), wanted.float32_sums) if wanted.needs_grad else 0,
-            # AdamW's, in the parameters' own precision: most users' choice, and nothing says so before its first step.
-            optimizer_bytes=2 * facts.grad_bytes if wanted.needs_grad and self._expects_optimizer_states else 0,
-            is_exclusive=wanted.is_exclusive,
+            PlacementRequest(
+                shape=facts,
+                config=self._remaining_limits(),
+                batch_size=wanted.batch_size,
+                length=wanted.length,
+                needs_grad=wanted.needs_grad,
+                float32_sums=wanted.float32_sums,
+                fused=wanted.fused,
+                free_gpu_bytes=None if gpu is None else gpu + self.tiers.idle_bytes(GPU),
+                free_host_bytes=host,
+                missing_grad_bytes=missing_grad_bytes,
+                # Before the first optimizer step nothing says which optimizer follows. Most users take AdamW, with
+                # states in the dtype of the parameters.
+                optimizer_bytes=2 * facts.grad_bytes if wanted.needs_grad and self._expects_optimizer_states else 0,
+                is_exclusive=wanted.is_exclusive,
+                has_float8=self._has_float8,
+            )
         )
-
-
-def _layer_spec(shape: LayerShape, batch_size: int, config: Config) -> LayerRows:
-    """How a token's K, V, gradients and attention output lie in memory."""
-    k, v = ((batch_size, shape.num_kv_heads, size) for size in (shape.head_size, shape.value_size))
-    kv_dtype, grad_dtype = _dtype(config.kv_dtype) or shape.dtype, _dtype(config.grad_dtype) or shape.dtype
-    out, lse = (batch_size, shape.num_query_heads, shape.value_size), (batch_size, shape.num_query_heads)
-    return LayerRows(
-        kv=kv_row(k, v, kv_dtype),
-        grad=kv_row(k, v, grad_dtype),
-        out=RowLayout((out, shape.dtype), (lse, torch.promote_types(shape.dtype, torch.float32))),
-        dtype=shape.dtype,
-        window=shape.window,
-    )
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    return None if name == "auto" else getattr(torch, name)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from oomb.ops.rounding import add_, mix
+from oomb.planner import placement
 
 
 @contextmanager
@@ -125,21 +126,15 @@ def _half_precision_sums(parameters: list[nn.Parameter], seed: int) -> Iterator[
 
 
 def float32_sums_fit(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-    """Return whether float32 sums take at most a quarter of the GPU's memory.
-
-    The sequence length plays no part, so a longer sequence never changes how gradients are summed.
-    """
-    if device.type != "cuda":
-        return True
-    return missing_bytes(parameters, in_float32=True) <= torch.cuda.get_device_properties(device).total_memory / 4
+    """Return whether `param_grad_dtype="auto"` means float32 for these parameters on this device."""
+    sum_bytes = sum(p.numel() * max(4, p.dtype.itemsize) for p in parameters if p.requires_grad)
+    gpu_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return placement.float32_sums_fit(sum_bytes, gpu_bytes)
 
 
-def missing_bytes(parameters: Iterable[nn.Parameter], in_float32: bool) -> int:
-    """Return the bytes a gradient pass must allocate for parameter gradients: float32 sums, or missing `.grad`."""
-    total = 0
-    for p in parameters:
-        if p.requires_grad and in_float32 and p.dtype.itemsize < 4:
-            total += p.numel() * 4
-        elif p.requires_grad and p.grad is None:
-            total += p.nbytes
-    return total
+def reusable_bytes(parameters: Iterable[nn.Parameter], in_float32: bool) -> int:
+    """Return the bytes of existing gradients that a gradient pass adds to, so that it need not allocate them."""
+    kept = (
+        p for p in parameters if p.requires_grad and p.grad is not None and (not in_float32 or p.dtype.itemsize >= 4)
+    )
+    return sum(p.nbytes for p in kept)

@@ -13,7 +13,6 @@ from oomb.config import TILE_SIZE
 from oomb.data.dataset import load
 from oomb.data.discover import STDLIB
 from oomb.engine.engine import Engine
-from oomb.planner.report import check_plotting
 
 MAX_CELLS = 2048
 """Tiles and pages that are drawn one by one; with more of them, several share a pixel."""
@@ -76,9 +75,8 @@ def record(engine: Engine, ids: Tensor, layer: int = 0) -> Selection:
     return Selection(layer, selected, own, config.page_size, config.page_budget)
 
 
-def check(num_layers: int, layer: int, budget: int | None, path: Path) -> None:
+def check(num_layers: int, layer: int, budget: int | None) -> None:
     """Raise for bad input before the model is loaded."""
-    check_plotting(path, "--selection_map")
     if budget is None:
         raise ValueError("--selection_map plots the selected pages: set --page_budget too")
     if not 0 <= layer < num_layers:

@@ -143,12 +143,6 @@ def kv_row(k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype) -> RowLay
     return RowLayout((k, dtype), (v, dtype))
 
 
-def pair_bytes(num_heads: int, k_size: int, v_size: int, itemsize: int) -> int:
-    """Return the bytes of such a row, counting the heads of the whole batch."""
-    scales = [num_heads * 2 * SCALE_DTYPE.itemsize] if itemsize == 1 else []
-    return row_bytes(num_heads * k_size * itemsize, num_heads * v_size * itemsize, *scales)
-
-
 @dataclass(frozen=True)
 class LayerRows:
     """The row layouts of one layer, and its sliding window."""

@@ -1,9 +1,4 @@
-"""The whole picture of a step on a machine that need not be here: every term of memory, the time, the longest context.
-
-Times are for a machine with one GPU. The rates are those of whole steps on one H200 (Qwen2.5-7B, chunks of 8192, cuDNN
-attention), so they contain the norms, the activations and the launches in between; for other GPUs they are scaled by
-the vendors' figures for bfloat16, which is a guess and is called one.
-"""
+"""Forecast memory and time of a training step on any machine with one GPU, and the longest context that fits there."""
 
 from __future__ import annotations
 
@@ -16,89 +11,93 @@ from oomb.config import OFFLOADED_STATES, Config
 from oomb.memory.pool import GPU, HOST
 from oomb.models.shape import ModelShape
 from oomb.ops.moments import field_sizes
-from oomb.planner.fit import longest_context
+from oomb.planner.fit import explain, longest_context
 from oomb.planner.hardware import WORKSPACE_BYTES, Machine
-from oomb.planner.placement import place
-from oomb.planner.request import MemoryTerm, Placement, PlacementRequest, host_budget
-from oomb.planner.step_time import predict_seconds
-from oomb.utils.units import duration, gib
-
-SHORTEST_CHUNK = 4096
-"""Rates were measured with chunks of so many tokens or more. Shorter ones leave matrix units idle."""
+from oomb.planner.placement import float32_sums_fit, place
+from oomb.planner.request import Limit, MemoryTerm, Placement, PlacementRequest, Shortfall, host_budget
+from oomb.planner.step_time import SHORTEST_CHUNK, predict_seconds
 
 STATES = "optimizer states"
-SUMS_SHARE = 0.25
-"""float32 sums are chosen where they take at most this share of the GPU, as `oomb.grads` has it."""
 
 STATE_BYTES: dict[str, Callable[[ModelShape], int]] = {
-    "none": lambda facts: 0,
-    "sgd": lambda facts: 0,
-    "momentum": lambda facts: facts.grad_bytes,
-    "adamw": lambda facts: 2 * facts.grad_bytes,
-    "adamw_8bit": lambda facts: 2 * facts.trainable_params,
+    "none": lambda shape: 0,
+    "sgd": lambda shape: 0,
+    "momentum": lambda shape: shape.grad_bytes,
+    "adamw": lambda shape: 2 * shape.grad_bytes,
+    "adamw_8bit": lambda shape: 2 * shape.trainable_params,
 }
-"""What an optimizer keeps on the GPU from step to step."""
-# What those with states on the host take of the GPU in their step is less than the activations that are gone by then.
+"""Bytes that an optimizer keeps on the GPU from step to step. An offloaded optimizer keeps none: what its step takes
+there is less than the activations that are freed by then."""
 OPTIMIZERS = (*STATE_BYTES, *OFFLOADED_STATES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepForecast:
-    """What a step will take."""
+    """Predicted memory and time of one step."""
 
     machine: Machine
-    config: Config
-    batch_size: int
-    length: int
+    request: PlacementRequest
     optimizer: str
-    float32_sums: bool
     placement: Placement
+    shortfall: Shortfall | None
+    """Why it does not fit. The terms then say what it would need."""
     terms: tuple[MemoryTerm, ...]
     seconds: float | None
-    """None where it is not predicted: on a GPU that is not known, and of a model in float32."""
+    """None if no time is predicted: for unknown GPUs and for models in float32."""
     longest_context: int | None
-    """0: not even one chunk fits. None: no limit was found."""
-    problem: str | None
-    """Why it does not fit. The terms are then those it would need."""
+    """0 if not even one chunk fits, None if no limit was found."""
+
+    @property
+    def config(self) -> Config:
+        return self.request.config
+
+    @property
+    def batch_size(self) -> int:
+        return self.request.batch_size
+
+    @property
+    def length(self) -> int:
+        return self.request.length
 
     @property
     def fits(self) -> bool:
-        return self.problem is None
+        return self.shortfall is None
+
+    @property
+    def problem(self) -> str | None:
+        """Why it does not fit, as a sentence."""
+        return None if self.shortfall is None else explain(self.shortfall, self.request, self.placement)
 
     @property
     def peak_gpu_bytes(self) -> int:
-        """What torch.cuda.max_memory_allocated will be."""
+        """Predicted peak of torch.cuda.max_memory_allocated."""
         return sum(term.num_bytes for term in self.terms if term.tier == GPU)
 
     @property
     def host_bytes(self) -> int:
+        """Predicted host memory of pages and optimizer states."""
         return sum(term.num_bytes for term in self.terms if term.tier == HOST)
 
     @property
     def gpu_limit(self) -> int:
-        """What PyTorch can hand out on this machine."""
+        """GPU memory that PyTorch can hand out."""
         return self.machine.usable_gpu_bytes
 
     @property
     def host_limit(self) -> int:
-        """What may be taken of the host's memory, optimizer states included."""
+        """Host memory that pages and optimizer states may take together."""
         states = sum(term.num_bytes for term in self.terms if (term.name, term.tier) == (STATES, HOST))
         return states + host_budget(self.config, max(0, self.machine.host_bytes - states))
 
     @property
-    def step_time_text(self) -> str:
-        """Time of a step for a person, where one is predicted."""
-        assert self.seconds is not None
-        # The rates are those of longer chunks.
-        is_short = self.config.chunk_size < SHORTEST_CHUNK and self.length > self.config.chunk_size
-        words = "more than" if is_short else "about"
-        text = f"{words} {duration(self.seconds)}, {self.length * self.batch_size / self.seconds:,.0f} tokens/s"
-        return text if self.machine.is_measured else f"{text}; scaled from an H200 by datasheet rates, not measured"
+    def page_limit(self) -> int:
+        """GPU memory left for what grows with the context."""
+        return max(0, self.gpu_limit - self.peak_gpu_bytes + self.placement.gpu_bytes)
 
     @property
-    def page_limit(self) -> int:
-        """GPU memory that is left for what grows with the context."""
-        return max(0, self.gpu_limit - self.peak_gpu_bytes + self.placement.gpu_bytes)
+    def is_lower_bound(self) -> bool:
+        """Whether the step takes longer than `seconds`: shorter chunks than the measured ones idle matrix units."""
+        return self.config.chunk_size < min(SHORTEST_CHUNK, self.length)
 
 
 def forecast_step(
@@ -109,84 +108,83 @@ def forecast_step(
     batch_size: int = 1,
     length: int,
     optimizer: str = "adamw",
-    needs_grad: bool = True,
 ) -> StepForecast:
-    """A step in the middle of training: the optimizer's states are there, the gradients of the last step are not."""
-    request = request_for(
-        shape, config, machine, batch_size=batch_size, length=length, optimizer=optimizer, needs_grad=needs_grad
-    )
-    placement, problem = place(request)
-    if problem is not None and request.free_host_bytes < 0:
-        states, free = gib(machine.host_bytes - request.free_host_bytes), gib(machine.host_bytes)
-        problem = f"{length:,} tokens do not fit: the {STATES} take {states} of host memory, and {free} are free."
+    """Forecast a training step.
+
+    The forecast is for a step in the middle of training: optimizer states exist, gradients of the last step do not.
+
+    Args:
+        shape: The model.
+        config: Settings of the engine.
+        machine: The machine to train on.
+        batch_size: Sequences computed at once.
+        length: Tokens per sequence.
+        optimizer: One of `OPTIMIZERS`.
+    """
+    request = request_for(shape, config, machine, batch_size=batch_size, length=length, optimizer=optimizer)
+    placement, shortfall = place(request)
+    if shortfall is not None and request.free_host_bytes < 0:
+        states_bytes = machine.host_bytes - request.free_host_bytes
+        shortfall = Shortfall(Limit.OPTIMIZER_STATES, states_bytes, machine.host_bytes)
     return StepForecast(
         machine=machine,
-        config=config,
-        batch_size=batch_size,
-        length=length,
+        request=request,
         optimizer=optimizer,
-        float32_sums=request.float32_sums,
         placement=placement,
+        shortfall=shortfall,
         terms=step_terms(request, placement, optimizer),
         seconds=predict_seconds(request, placement, machine) if shape.itemsize <= 2 else None,
         longest_context=longest_context(request),
-        problem=problem,
     )
 
 
 def request_for(
-    shape: ModelShape,
-    config: Config,
-    machine: Machine,
-    *,
-    batch_size: int,
-    length: int,
-    optimizer: str,
-    needs_grad: bool,
+    shape: ModelShape, config: Config, machine: Machine, *, batch_size: int, length: int, optimizer: str
 ) -> PlacementRequest:
-    """What the planner is asked for such a step."""
+    """Return the placement request of a training step. The arguments are those of `forecast_step`."""
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}; its states are known for {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"unknown optimizer {optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
     if length < 2 or batch_size < 1:
-        raise ValueError(f"a step has 2 tokens or more in 1 sequence or more, not {length} in {batch_size}")
+        raise ValueError(
+            f"batch size is {batch_size} and length is {length}; a step needs at least 1 sequence of 2 tokens"
+        )
     float32_sums = config.param_grad_dtype == "float32"
     if config.param_grad_dtype == "auto":
-        float32_sums = shape.missing_grad_bytes(True) <= SUMS_SHARE * machine.gpu_bytes
-    on_gpu, on_host = state_bytes(optimizer, shape) if needs_grad else (0, 0)
+        float32_sums = float32_sums_fit(shape.missing_grad_bytes(True), machine.gpu_bytes)
+    on_gpu, on_host = state_bytes(optimizer, shape)
     return PlacementRequest(
         shape=shape,
         config=config,
         batch_size=batch_size,
         length=length,
-        needs_grad=needs_grad,
+        needs_grad=True,
         float32_sums=float32_sums,
         fused=config.fuse != "off",
         free_gpu_bytes=machine.usable_gpu_bytes - shape.weight_bytes - WORKSPACE_BYTES,
-        # Less than nothing, where the states alone do not fit: then nothing does.
         free_host_bytes=machine.host_bytes - on_host,
         missing_grad_bytes=shape.missing_grad_bytes(float32_sums),
-        # What a training run must fit is its second step.
+        # A training run must fit in its second step, when optimizer states exist.
         state_bytes=on_gpu,
         optimizer_bytes=0,
+        has_float8=machine.has_float8,
     )
 
 
-def state_bytes(optimizer: str, facts: ModelShape) -> tuple[int, int]:
-    """What an optimizer keeps from step to step, on the GPU and on the host."""
+def state_bytes(optimizer: str, shape: ModelShape) -> tuple[int, int]:
+    """Return the bytes that an optimizer keeps from step to step, on the GPU and on the host."""
     if optimizer in OFFLOADED_STATES:
-        all_parameters = torch.empty(facts.trainable_params, device="meta")
+        all_parameters = torch.empty(shape.trainable_params, device="meta")
         fields = field_sizes(all_parameters, OFFLOADED_STATES[optimizer])
         return 0, sum(dtype.itemsize * count for dtype, count in fields.values())
-    return STATE_BYTES[optimizer](facts), 0
+    return STATE_BYTES[optimizer](shape), 0
 
 
-def step_terms(request: PlacementRequest, placement: Placement, optimizer: str = "none") -> tuple[MemoryTerm, ...]:
-    """Every use of memory of a step."""
-    on_host = state_bytes(optimizer, request.shape)[1] if request.needs_grad else 0
+def step_terms(request: PlacementRequest, placement: Placement, optimizer: str) -> tuple[MemoryTerm, ...]:
+    """Return every use of memory of a step."""
     fixed = [
         MemoryTerm(name="weights", tier=GPU, num_bytes=request.shape.weight_bytes),
         MemoryTerm(name="kernel workspaces", tier=GPU, num_bytes=WORKSPACE_BYTES),
         MemoryTerm(name=STATES, tier=GPU, num_bytes=request.state_bytes),
-        MemoryTerm(name=STATES, tier=HOST, num_bytes=on_host),
+        MemoryTerm(name=STATES, tier=HOST, num_bytes=state_bytes(optimizer, request.shape)[1]),
     ]
     return tuple(term for term in (*fixed, *placement.terms) if term.num_bytes)

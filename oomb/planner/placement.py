@@ -1,12 +1,13 @@
-"""What a sequence will take, and where it goes, before anything is allocated: pure arithmetic on a model's shape.
+"""Decide what a batch keeps in GPU and host memory, before anything is allocated. Pure arithmetic on a model's shape.
 
-`place` puts what grows with the context (pages of K, V and their gradients, kept attention outputs) in the two tiers
-and settles what is left to "auto": for the engine by what is really free, for `oomb.forecast` on any machine.
+`place` puts what grows with the context (pages of K, V and their gradients, attention outputs) in the two tiers and
+resolves the settings that are "auto". The engine calls it with the memory that is free now, `oomb plan` with that of
+any machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 
@@ -15,142 +16,194 @@ from oomb.memory.pool import GPU, HOST
 from oomb.memory.rows import staging_bytes
 from oomb.memory.selected_io import NUM_BUFFERS, buffer_bytes
 from oomb.memory.selections import SelectionSpec, max_selected, table_bytes
+from oomb.models.shape import LayerShape
 from oomb.planner.activations import chunk_memory
 from oomb.planner.flops import matrix_flops
-from oomb.planner.request import SAFETY_SHARE, MemoryTerm, Placement, PlacementRequest, host_budget
-from oomb.utils.units import gib, parse_bytes
+from oomb.planner.request import (
+    SAFETY_SHARE,
+    Limit,
+    MemoryTerm,
+    Placement,
+    PlacementRequest,
+    Shortfall,
+    host_budget,
+)
+from oomb.utils.units import parse_bytes
 
-OPERATIONS_PER_BYTE = 12_800
-"""Of matrix products, in the time that the link takes for a byte: 575 TFLOP/s and 45 GB/s (`oomb.forecast`)."""
+FLOPS_PER_BYTE = 12_800
+"""FLOPs of matrix products in the time the link takes for a byte: 575 TFLOP/s and 45 GB/s (`step_time`, `hardware`)."""
 OPTIONAL_SHARE = 0.75
-"""Share of the free host memory up to which attention outputs are kept there without being asked for."""
+"""Share of the free host memory that attention outputs may fill if `keep_attention` is "auto"."""
 CPU_OPTIONAL_SHARE = 0.25
-"""The same for a model on a CPU, where weights, activations and pages compete for one memory."""
+"""The same for a model on the CPU, where weights, activations and pages share one memory."""
 MIN_SAVED_SHARE = 1 / 16
-"""Share of the tokens whose attention outputs are worth the trouble of keeping them."""
+"""Smallest share of the tokens for which keeping attention outputs pays."""
+FLOAT32_SUMS_SHARE = 0.25
+"""Share of the GPU's memory that float32 sums of parameter gradients may take if `param_grad_dtype` is "auto"."""
 
 
-def place(request: PlacementRequest) -> tuple[Placement, str | None]:
-    """The best placement, and why it does not fit, if it does not."""
+def place(request: PlacementRequest) -> tuple[Placement, Shortfall | None]:
+    """Return the best placement and, if it does not fit, the limit that it exceeds."""
     config = request.config
     is_checkpointed = config.checkpoint_layers is True
     if config.checkpoint_layers == "auto" and request.needs_grad:
-        whole = sum(chunk_memory(request, is_checkpointed=False, keeps=False).values())
-        # What is decided for the first step holds for those after it, when optimizer states are there.
+        whole = sum(chunk_memory(request, is_checkpointed=False, keeps_all_outputs=False).values())
+        # Later steps reuse what is decided for the first one, and have optimizer states next to them.
         is_checkpointed = whole > SAFETY_SHARE * (request.available - request.optimizer_bytes)
         if not is_checkpointed:
-            (fast, problem), (lean, lean_problem) = (_place_outputs(request, lean) for lean in (False, True))
+            (fast, shortfall), (lean, lean_shortfall) = (_place_outputs(request, lean) for lean in (False, True))
             if request.sparse_layers:
-                # K and V on the host hold up the fill pass; their gradients there cost no time.
+                # The fill pass waits for K and V on the host. Their gradients there cost no time.
                 is_fuller = lean.gpu_tokens - fast.gpu_tokens > _recompute_break_even(request) * request.capacity
             else:
-                # Activations do not take what someone has set aside for pages.
+                # Activations must not take what the user has reserved for pages.
                 is_fuller = config.gpu_memory != "auto" and lean.gpu_bytes > fast.gpu_bytes
-            is_checkpointed = problem is not None or (lean_problem is None and is_fuller)
+            is_checkpointed = shortfall is not None or (lean_shortfall is None and is_fuller)
     return _place_outputs(request, is_checkpointed)
 
 
+def float32_sums_fit(sum_bytes: int, gpu_bytes: int | None) -> bool:
+    """Return whether `param_grad_dtype="auto"` means float32.
+
+    The rule ignores the length of the sequence, so a longer one takes more pages and nothing else.
+
+    Args:
+        sum_bytes: float32 sums of parameter gradients, `ModelShape.missing_grad_bytes(True)`.
+        gpu_bytes: Total memory of the GPU; None on a CPU.
+    """
+    return gpu_bytes is None or sum_bytes <= FLOAT32_SUMS_SHARE * gpu_bytes
+
+
+def selection_spec(config: Config, layers: Iterable[LayerShape], has_float8: bool) -> SelectionSpec | None:
+    """Return how pages are selected, or None if no layer selects pages.
+
+    Args:
+        config: Settings of the engine.
+        layers: All layers of the model; those with a sliding window select no pages.
+        has_float8: Whether the device supports float8. Page means of a 16-bit model are then stored in it: SmolLM2
+            with 8 pages of 64 has a gradient cosine of 0.952 with float8 means and with float32 means.
+    """
+    dtypes = [layer.dtype for layer in layers if layer.window is None]
+    if config.page_budget is None or not dtypes:
+        return None
+    return SelectionSpec(
+        budget=config.page_budget,
+        tile_size=TILE_SIZE,
+        num_means=means_per_page(config.page_rule, config.page_size),
+        means_dtype=torch.float8_e4m3fn if has_float8 and dtypes[0].itemsize == 2 else dtypes[0],
+    )
+
+
 def _recompute_break_even(request: PlacementRequest) -> float:
-    """The share of K and V on the host for which the fill pass waits as long as another forward takes, which is what
-    checkpointed layers cost. With 64 pages of 128 for each tile, chunks of 4096 and Qwen2.5-7B about a quarter."""
-    config, facts = request.config, request.shape
+    """Return the share of K and V on the host at which waiting for them takes as long as one more forward.
+
+    One more forward is what checkpointed layers cost. About a quarter for Qwen2.5-7B with chunks of 4096 and 64 pages
+    of 128 per query tile.
+    """
+    config, shape = request.config, request.shape
     assert config.page_budget is not None
-    drawn = request.batch_size * -(-config.chunk_size // TILE_SIZE) * config.page_budget
+    num_selected = request.batch_size * -(-config.chunk_size // TILE_SIZE) * config.page_budget
     kv_row = sum(request.rows[index][0] for index in request.sparse_layers)
-    waited = min(drawn * config.page_size, request.capacity) * kv_row
-    products = matrix_flops(facts.active_params - facts.head_params, request.chunk_tokens)
-    return products / OPERATIONS_PER_BYTE / waited
+    num_bytes = min(num_selected * config.page_size, request.capacity) * kv_row
+    return matrix_flops(shape.active_params - shape.head_params, request.chunk_tokens) / FLOPS_PER_BYTE / num_bytes
 
 
-def _place_outputs(request: PlacementRequest, is_checkpointed: bool) -> tuple[Placement, str | None]:
-    """Attention outputs are kept if that is asked for; or else as many as fit."""
-    asked, capacity = request.config.keep_attention, request.capacity
-    if asked is False or not request.needs_grad or capacity <= 0:
+def _place_outputs(request: PlacementRequest, is_checkpointed: bool) -> tuple[Placement, Shortfall | None]:
+    """Place a batch with all attention outputs if the config says so, otherwise with as many as fit."""
+    keep, capacity = request.config.keep_attention, request.capacity
+    if keep is False or not request.needs_grad or capacity <= 0:
         return _place(request, is_checkpointed, out_tokens=0)
-    placement, problem = _place(request, is_checkpointed, out_tokens=capacity)
-    if problem is None or asked is True:
-        return placement, problem
-    placement, problem = _place(request, is_checkpointed, out_tokens=0)
-    # What others are to have is not known, and outputs are not to take it.
-    if problem is None and request.free_gpu_bytes is not None and request.is_exclusive:
+    placement, shortfall = _place(request, is_checkpointed, out_tokens=capacity)
+    if shortfall is None or keep is True:
+        return placement, shortfall
+    placement, shortfall = _place(request, is_checkpointed, out_tokens=0)
+    # If other batches will need memory too, outputs must not take it from them.
+    if shortfall is None and not request.on_cpu and request.is_exclusive:
         for out_tokens in sorted(_spare_tokens(request, placement), reverse=True):
             if out_tokens > MIN_SAVED_SHARE * capacity:
-                some, some_problem = _place(request, is_checkpointed, out_tokens=out_tokens)
-                if some_problem is None:
+                some, some_shortfall = _place(request, is_checkpointed, out_tokens=out_tokens)
+                if some_shortfall is None:
                     return some, None
-    return placement, problem
+    return placement, shortfall
 
 
 def _spare_tokens(request: PlacementRequest, placement: Placement) -> tuple[int, int]:
-    """Tokens of whole chunks for whose attention outputs there is room beside what is placed: on the GPU, where all
-    else must lie there too, and on the host."""
+    """Return for how many tokens, in whole chunks, attention outputs fit on the GPU and on the host.
+
+    Outputs go to the GPU only if everything else is there too.
+    """
     out_row, chunk = sum(out for _, _, out in request.rows), request.config.chunk_size
-    # More buffers on the GPU may send pages to the host, and a page may begin before the first chunk.
+    # More buffers on the GPU can push pages to the host, and a page can begin before the first chunk with outputs.
     buffers = _staging(request, keeps=True)
     if placement.host_bytes:
         buffers -= _staging(request, keeps=False)
     elif request.sparse_layers:
-        buffers += _buffers(request, 0) + _buffers(request, 1)
-    rooms = (
+        buffers += _selected_buffers(request, "kv") + _selected_buffers(request, "grad")
+    spare = (
         0 if placement.host_bytes else int(_gpu_budget(request, placement.fixed_bytes, 0)) - placement.gpu_bytes,
         _optional_limit(request) - placement.host_bytes - buffers,
     )
     page = request.config.page_size * out_row
-    on_gpu, on_host = (min(request.capacity - chunk, max(0, room - page) // out_row // chunk * chunk) for room in rooms)
+    on_gpu, on_host = (min(request.capacity - chunk, max(0, size - page) // out_row // chunk * chunk) for size in spare)
     return on_gpu, on_host
 
 
 def _optional_limit(request: PlacementRequest) -> int:
-    """Host memory up to which attention outputs are kept without being asked for."""
+    """Return how much host memory attention outputs may fill if `keep_attention` is "auto"."""
     if request.config.host_memory == "auto":
         return int(OPTIONAL_SHARE * request.free_host_bytes)
     return host_budget(request.config, request.free_host_bytes)
 
 
-def _place(request: PlacementRequest, is_checkpointed: bool, *, out_tokens: int) -> tuple[Placement, str | None]:
-    config, capacity, page = request.config, request.capacity, request.config.page_size
+def _place(request: PlacementRequest, is_checkpointed: bool, *, out_tokens: int) -> tuple[Placement, Shortfall | None]:
+    """Place a batch that keeps the attention outputs of its last `out_tokens` tokens."""
+    config, capacity, page, num_pages = request.config, request.capacity, request.config.page_size, request.num_pages
     rows, keeps = request.rows, out_tokens > 0
     kv_row, grad_row, out_row = (sum(row[field] for row in rows) for field in range(3))
-    num_pages = -(-capacity // page)
     kv_bytes, grad_bytes = page * kv_row, page * grad_row
     out_bytes = (num_pages - (capacity - out_tokens) // page) * page * out_row if keeps else 0
-    tables = sum(_table_bytes(request, index) for index in request.sparse_layers)
-    needs = chunk_memory(request, is_checkpointed, keeps=keeps and out_tokens == capacity)
-    needed = sum(needs.values())
+    tables = _table_bytes(request)
+    step = chunk_memory(request, is_checkpointed=is_checkpointed, keeps_all_outputs=keeps and out_tokens == capacity)
+    step_bytes = sum(step.values())
     whole = num_pages * (kv_bytes + grad_bytes) + out_bytes + tables
-    # Pages in 8 bits go through buffers wherever they lie.
-    always = sum(_buffers(request, field) for field in (0, 1) if request.sparse_layers and request.is_quantized(field))
+    # 8-bit pages pass through buffers in either tier.
+    always = sum(_selected_buffers(request, kind) for kind in ("kv", "grad") if request.is_quantized(kind))
     gpu_out_tokens, staging = 0, always
-    if whole <= _gpu_budget(request, needed, always):
+    if whole <= _gpu_budget(request, step_bytes, always):
         gpu_pages = gpu_grad_pages = num_pages
         gpu_out_tokens = out_tokens
     elif not request.sparse_layers:
         staging = _staging(request, keeps)
-        gpu_pages = gpu_grad_pages = min(
-            num_pages, int(_gpu_budget(request, needed, staging) // (kv_bytes + grad_bytes))
-        )
+        budget = _gpu_budget(request, step_bytes, staging)
+        gpu_pages = gpu_grad_pages = min(num_pages, int(budget // (kv_bytes + grad_bytes)))
     else:
-        # K and V first. All of them, and there is no need of buffers for theirs.
-        staging = _staging(request, keeps) + _buffers(request, 1) + request.is_quantized(0) * _buffers(request, 0)
+        # K and V first. If all of them are on the GPU, they need no buffers, unless they are 8-bit.
+        kv_buffers, is_quantized = _selected_buffers(request, "kv"), request.is_quantized("kv")
+        staging = _staging(request, keeps) + _selected_buffers(request, "grad") + is_quantized * kv_buffers
         gpu_pages = num_pages
-        room = _gpu_budget(request, needed, staging) - tables
-        if num_pages * kv_bytes > room:
-            staging += (not request.is_quantized(0)) * _buffers(request, 0)
-            room = _gpu_budget(request, needed, staging) - tables
-            gpu_pages = min(num_pages, max(0, int(room // kv_bytes)))
-        left = max(0.0, room - gpu_pages * kv_bytes)
+        budget = _gpu_budget(request, step_bytes, staging) - tables
+        if num_pages * kv_bytes > budget:
+            staging += (not is_quantized) * kv_buffers
+            budget = _gpu_budget(request, step_bytes, staging) - tables
+            gpu_pages = min(num_pages, max(0, int(budget // kv_bytes)))
+        left = max(0.0, budget - gpu_pages * kv_bytes)
         gpu_grad_pages = min(num_pages, int(left // grad_bytes)) if grad_bytes else num_pages
     host_pages, host_grad_pages = num_pages - gpu_pages, num_pages - gpu_grad_pages
+    grows = {
+        ("pages of K and V", GPU): gpu_pages * kv_bytes,
+        ("pages of their gradients", GPU): gpu_grad_pages * grad_bytes,
+        ("kept attention outputs", GPU): out_bytes if gpu_out_tokens else 0,
+        ("page summaries and choices", GPU): tables,
+        ("pages of K and V", HOST): host_pages * kv_bytes,
+        ("pages of their gradients", HOST): host_grad_pages * grad_bytes,
+        ("kept attention outputs", HOST): 0 if gpu_out_tokens else out_bytes,
+    }
     terms = [
-        *(MemoryTerm(name=name, tier=GPU, num_bytes=num_bytes) for name, num_bytes in needs.items()),
-        MemoryTerm(name="staging buffers", tier=GPU, num_bytes=staging),
-        MemoryTerm(name="pages of K and V", tier=GPU, num_bytes=gpu_pages * kv_bytes, grows=True),
-        MemoryTerm(name="pages of their gradients", tier=GPU, num_bytes=gpu_grad_pages * grad_bytes, grows=True),
-        MemoryTerm(name="kept attention outputs", tier=GPU, num_bytes=out_bytes if gpu_out_tokens else 0, grows=True),
-        MemoryTerm(name="page summaries and choices", tier=GPU, num_bytes=tables, grows=True),
-        MemoryTerm(name="pages of K and V", tier=HOST, num_bytes=host_pages * kv_bytes, grows=True),
-        MemoryTerm(name="pages of their gradients", tier=HOST, num_bytes=host_grad_pages * grad_bytes, grows=True),
-        MemoryTerm(name="kept attention outputs", tier=HOST, num_bytes=0 if gpu_out_tokens else out_bytes, grows=True),
+        *(
+            MemoryTerm(name=name, tier=GPU, num_bytes=size)
+            for name, size in {**step, "staging buffers": staging}.items()
+        ),
+        *(MemoryTerm(name=name, tier=tier, num_bytes=size, grows=True) for (name, tier), size in grows.items()),
     ]
     keep_last = not is_checkpointed if config.keep_last_chunk == "auto" else config.keep_last_chunk
     placement = Placement(
@@ -163,58 +216,78 @@ def _place(request: PlacementRequest, is_checkpointed: bool, *, out_tokens: int)
         gpu_out_tokens=gpu_out_tokens,
         terms=tuple(term for term in terms if term.num_bytes),
     )
-    # Tables are wanted on the GPU in any case.
-    fixed = needed + staging + tables
-    return placement, _problem(request, placement, fixed, out_bytes, is_optional=keeps)
+    # Tables must be on the GPU in any case.
+    return placement, _shortfall(request, placement, step_bytes + staging + tables, out_bytes)
 
 
-def selection_spec(config: Config, dtype: torch.dtype, has_float8: bool) -> SelectionSpec:
-    """What memory must know of the choice of pages. `has_float8`: the device computes with 8-bit numbers."""
-    assert config.page_budget is not None
-    return SelectionSpec(
-        budget=config.page_budget,
-        tile_size=TILE_SIZE,
-        num_means=means_per_page(config.page_rule, config.page_size),
-        # Means in 8 bits chose as well: SmolLM2, 8 pages of 64, gradient cosine 0.952 with these and with float32.
-        means_dtype=torch.float8_e4m3fn if has_float8 and dtype.itemsize == 2 else dtype,
-    )
+def _shortfall(request: PlacementRequest, placement: Placement, step_bytes: int, out_bytes: int) -> Shortfall | None:
+    """Return the first limit that a placement exceeds.
+
+    Args:
+        request: The batch.
+        placement: Where it would go.
+        step_bytes: GPU memory that it needs whatever goes to the host.
+        out_bytes: Attention outputs in either tier.
+    """
+    shape, free_host_bytes = request.shape, request.free_host_bytes
+    if shape.num_positions is not None and request.length > shape.num_positions:
+        return Shortfall(Limit.POSITIONS, request.length, shape.num_positions)
+    if step_bytes > request.available:
+        resident = shape.weight_bytes + request.state_bytes
+        if request.available < 0:
+            return Shortfall(Limit.WEIGHTS, resident, max(0, int(request.available) + resident))
+        return Shortfall(Limit.GPU, step_bytes, int(request.available))
+    limit = host_budget(request.config, free_host_bytes)
+    if out_bytes and request.config.keep_attention == "auto":
+        if request.on_cpu and out_bytes > CPU_OPTIONAL_SHARE * free_host_bytes:
+            return Shortfall(Limit.CPU, out_bytes, int(CPU_OPTIONAL_SHARE * free_host_bytes))
+        limit = _optional_limit(request)
+    total = placement.gpu_bytes + placement.host_bytes
+    if request.on_cpu and total > SAFETY_SHARE * free_host_bytes:
+        return Shortfall(Limit.CPU, total, int(SAFETY_SHARE * free_host_bytes))
+    if placement.host_bytes > limit:
+        return Shortfall(Limit.HOST, placement.host_bytes, limit)
+    return None
 
 
-def _selection_spec(request: PlacementRequest) -> SelectionSpec:
-    sizes = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-    return selection_spec(request.config, sizes[request.shape.itemsize], request.free_gpu_bytes is not None)
-
-
-def _table_bytes(request: PlacementRequest, index: int) -> int:
-    """What a layer that chooses pages has on the GPU beside them."""
-    layer, config = request.shape.layers[index], request.config
-    return table_bytes(
-        _selection_spec(request),
-        batch_size=request.batch_size,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        num_pages=-(-request.capacity // config.page_size),
-        capacity=request.capacity,
-        chunk_size=config.chunk_size,
-        needs_grad=request.needs_grad,
-    )
-
-
-def _buffers(request: PlacementRequest, field: int) -> int:
-    """Buffers for chosen pages of K and V (0) or of their gradients (1)."""
-    config, num_pages = request.config, -(-request.capacity // request.config.page_size)
-    if field == 1 and not request.needs_grad:
+def _table_bytes(request: PlacementRequest) -> int:
+    """Return the GPU memory of sparse layers next to their pages: page means, selections, addresses."""
+    if not request.sparse_layers:
         return 0
-    as_computed = replace(request, config=replace(config, kv_dtype="auto", grad_dtype="auto"))
-    rows, working = request.rows, as_computed.rows
-    # Pages in 8 bits are widened on their way in.
-    widest = max((working if request.is_quantized(field) else rows)[index][field] for index in request.sparse_layers)
-    num_chosen = max_selected(_selection_spec(request), request.batch_size, config.chunk_size, num_pages)
-    return NUM_BUFFERS[("kv", "grad")[field]] * buffer_bytes(num_chosen, widest * config.page_size, num_pages)
+    spec, layers = _spec(request), [request.shape.layers[index] for index in request.sparse_layers]
+    return sum(
+        table_bytes(
+            spec,
+            batch_size=request.batch_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            num_pages=request.num_pages,
+            capacity=request.capacity,
+            chunk_size=request.config.chunk_size,
+            needs_grad=request.needs_grad,
+        )
+        for layer in layers
+    )
+
+
+def _spec(request: PlacementRequest) -> SelectionSpec:
+    spec = selection_spec(request.config, request.shape.layers, request.has_float8)
+    assert spec is not None
+    return spec
+
+
+def _selected_buffers(request: PlacementRequest, kind: str) -> int:
+    """Return the bytes of all buffers for selected pages of K and V ("kv") or of their gradients ("grad")."""
+    if not request.sparse_layers or (kind == "grad" and not request.needs_grad):
+        return 0
+    # 8-bit pages are dequantized on their way in.
+    row_bytes = max(request.layers[index].working(kind).num_bytes for index in request.sparse_layers)
+    num_selected = max_selected(_spec(request), request.batch_size, request.config.chunk_size, request.num_pages)
+    return NUM_BUFFERS[kind] * buffer_bytes(num_selected, row_bytes * request.config.page_size, request.num_pages)
 
 
 def _staging(request: PlacementRequest, keeps: bool) -> int:
-    """Buffers for runs of tokens."""
+    """Return the bytes of all staging buffers for consecutive tokens."""
     return staging_bytes(
         request.rows,
         request.sparse_layers,
@@ -224,50 +297,13 @@ def _staging(request: PlacementRequest, keeps: bool) -> int:
     )
 
 
-def _problem(
-    request: PlacementRequest, placement: Placement, needed: int, out_bytes: int, *, is_optional: bool
-) -> str | None:
-    """Why a placement does not fit, if it does not."""
-    facts, on_cpu = request.shape, request.free_gpu_bytes is None
-    start = f"{request.length:,} tokens do not fit{' on the CPU' if on_cpu else ''}:"
-    if facts.num_positions is not None and request.length > facts.num_positions:
-        return f"{start} the model has learned {facts.num_positions:,} positions and cannot be trained on more."
-    if needed > request.available:
-        terms = ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in placement.terms if not term.grows)
-        beside = "weights and optimizer states" if request.state_bytes else "weights"
-        taken = facts.weight_bytes + request.state_bytes
-        if request.available < 0:
-            usable = gib(max(0, request.available + taken))
-            return f"{start} the {beside} alone take {gib(taken)}, and {usable} are usable."
-        return (
-            f"{start} beside the {beside} ({gib(taken)}), {gib(needed)} of GPU memory are needed ({terms}), and "
-            f"{gib(request.available)} are there."
-        )
-    limit = host_budget(request.config, request.free_host_bytes)
-    if is_optional and request.config.keep_attention == "auto":
-        if on_cpu and out_bytes > CPU_OPTIONAL_SHARE * request.free_host_bytes:
-            return f"{start} keeping attention outputs would take {gib(out_bytes)}."
-        limit = _optional_limit(request)
-    total = placement.gpu_bytes + placement.host_bytes
-    takes = f"{start} pages of K, V, their gradients and kept attention outputs take {gib(total)}"
-    if on_cpu and total > SAFETY_SHARE * request.free_host_bytes:
-        return f"{takes} of memory, and {gib(SAFETY_SHARE * request.free_host_bytes)} are there, 90% of what is free."
-    if placement.host_bytes > limit:
-        where = "outside of host_memory" if on_cpu else "on the GPU"
-        return (
-            f"{takes}; {gib(placement.gpu_bytes)} of it is {where}, the rest needs {gib(placement.host_bytes)} of host "
-            f"memory, and {gib(limit)} are there."
-        )
-    return None
-
-
-def _gpu_budget(request: PlacementRequest, needed: int, staging: int) -> float:
-    """GPU memory for what grows with the context, beside `needed` and `staging`."""
-    left = request.available - needed
+def _gpu_budget(request: PlacementRequest, step_bytes: int, staging: int) -> float:
+    """Return the GPU memory for what grows with the context, next to `step_bytes` and `staging`."""
+    left = request.available - step_bytes
     if request.config.gpu_memory == "auto":
         return max(0.0, SAFETY_SHARE * (left - request.optimizer_bytes) - staging)
-    # The most that someone allows: it is not filled where activations would not fit beside it, nor the states of
-    # adapters, which are small. Those of all weights are for whoever sets a limit to think of: they may be elsewhere.
+    # An explicit limit still leaves room for activations and for the optimizer states of adapters, which are small.
+    # Those of all weights may be elsewhere: whoever sets a limit accounts for them.
     if request.shape.has_adapters:
         left -= request.optimizer_bytes
     return max(0.0, min(parse_bytes(request.config.gpu_memory), left - staging))

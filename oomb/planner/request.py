@@ -1,48 +1,71 @@
-"""What is asked of the planner and what it answers."""
+"""Define what the planner is asked (`PlacementRequest`) and what it answers (`Placement`, `Shortfall`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from enum import Enum
+from functools import cached_property, lru_cache
+
+import torch
 
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST
-from oomb.memory.rows import pair_bytes, row_bytes
+from oomb.memory.rows import LayerRows, RowLayout, kv_row
 from oomb.models.shape import LayerShape, ModelShape
-from oomb.utils.dtypes import ITEMSIZES
 from oomb.utils.units import parse_bytes
 
 SAFETY_SHARE = 0.9
-"""Share of what is left that "auto" gives to pages, and at which a chunk's activations count as fitting."""
+"""Share of the remaining memory that "auto" gives to pages, and in which a chunk's activations must fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerm:
-    """One use of memory."""
+    """One use of memory in one tier."""
 
     name: str
     tier: str
     num_bytes: int
     grows: bool = False
-    """With the context."""
+    """Whether it grows with the context."""
+
+
+class Limit(Enum):
+    """A limit that a placement can exceed."""
+
+    POSITIONS = "learned positions, in tokens"
+    OPTIMIZER_STATES = "host memory, by the optimizer states alone"
+    WEIGHTS = "GPU memory, by weights and optimizer states alone"
+    GPU = "GPU memory for the part of a step that does not grow with the context"
+    HOST = "host memory for pages"
+    CPU = "memory for pages of a model on the CPU"
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Why a placement does not fit: the limit it exceeds, in bytes, or in tokens for `Limit.POSITIONS`."""
+
+    limit: Limit
+    needed: int
+    available: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What is kept, and where. The oldest tokens lie on the GPU: every later chunk reads them."""
+    """What is kept and in which tier. The oldest tokens are on the GPU because every later chunk reads them."""
 
     checkpoint_layers: bool
     keep_last_chunk: bool
     capacity: int
     """Tokens that later chunks read: all but those of the last chunk."""
     gpu_tokens: int
-    """Tokens whose K and V lie on the GPU; the rest of `capacity` lies on the host."""
+    """Tokens whose K and V are on the GPU; the rest of `capacity` is on the host."""
     gpu_grad_tokens: int
-    """The same for their gradients. With chosen pages K and V go first: the fill pass waits for them."""
+    """The same for gradients of K and V. With selected pages K and V go first, because the fill pass waits for them."""
     out_tokens: int
-    """The last so many of `capacity` have their attention outputs kept: with dense attention those cost most."""
+    """How many of the last tokens in `capacity` keep their attention output. With dense attention, recomputing those
+    costs most."""
     gpu_out_tokens: int
-    """Of these, those on the GPU: none of them or all."""
+    """How many of these are on the GPU: all or none."""
     terms: tuple[MemoryTerm, ...]
 
     @property
@@ -60,22 +83,40 @@ class Placement:
 
     @property
     def gpu_bytes(self) -> int:
-        """What grows with the context, on the GPU."""
+        """GPU memory that grows with the context."""
         return _total(self.terms, GPU, grows=True)
 
     @property
     def host_bytes(self) -> int:
+        """Host memory that grows with the context."""
         return _total(self.terms, HOST, grows=True)
 
     @property
     def fixed_bytes(self) -> int:
-        """What a step takes on the GPU beside that: gradients, activations, staging buffers."""
+        """GPU memory of a step that does not grow with the context: gradients, activations, staging buffers."""
         return _total(self.terms, GPU, grows=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """A sequence and the memory there is for it: the arguments of `decide`."""
+    """A batch to place and the memory there is for it.
+
+    Args:
+        shape: The model.
+        config: Settings of the engine.
+        batch_size: Sequences in the batch.
+        length: Tokens per sequence.
+        needs_grad: Whether there will be a gradient pass.
+        float32_sums: Whether parameter gradients are summed in float32.
+        fused: Whether full chunks run compiled.
+        free_gpu_bytes: GPU memory that the process can still allocate; None for a model on the CPU.
+        free_host_bytes: Free host memory. Negative if the optimizer states alone do not fit; then nothing does.
+        missing_grad_bytes: Parameter gradients and sums that the gradient pass has to allocate.
+        optimizer_bytes: Optimizer states that will be allocated on the GPU after this step.
+        state_bytes: Optimizer states that exist already but are not yet subtracted from `free_gpu_bytes`.
+        is_exclusive: Whether no other batch holds pages at the same time.
+        has_float8: Whether the GPU stores page means in float8.
+    """
 
     shape: ModelShape
     config: Config
@@ -88,62 +129,91 @@ class PlacementRequest:
     free_host_bytes: int
     missing_grad_bytes: int
     optimizer_bytes: int
-    is_exclusive: bool = True
-    """No other sequence is to have pages at the same time."""
     state_bytes: int = 0
-    """Optimizer states that exist and are not yet taken off `free_gpu_bytes`."""
+    is_exclusive: bool = True
+    has_float8: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.free_gpu_bytes is None
 
     @property
     def available(self) -> float:
-        """Bytes that this step may take on the model's device; of a CPU only what grows with the context is bounded."""
+        """GPU memory that this step may take. On a CPU only what grows with the context is limited."""
         return float("inf") if self.free_gpu_bytes is None else float(self.free_gpu_bytes - self.state_bytes)
 
     @property
     def capacity(self) -> int:
+        """Tokens per sequence that later chunks read."""
         return (self.length - 1) // self.config.chunk_size * self.config.chunk_size
 
     @property
+    def num_pages(self) -> int:
+        return -(-self.capacity // self.config.page_size)
+
+    @property
     def chunk_tokens(self) -> int:
-        """Tokens computed at once, over the whole batch."""
+        """Tokens of one chunk, over the whole batch."""
         return self.batch_size * min(self.config.chunk_size, self.length)
 
     @property
     def is_fused(self) -> bool:
-        """Compiled code serves full chunks."""
+        """Whether compiled code runs: only full chunks use it."""
         return self.fused and self.length >= self.config.chunk_size
 
     @property
     def sparse_layers(self) -> list[int]:
-        """Those that choose pages."""
+        """Indices of the layers that select pages."""
         if self.config.page_budget is None or not self.capacity:
             return []
         return [index for index, layer in enumerate(self.shape.layers) if layer.window is None]
 
-    def is_quantized(self, field: int) -> bool:
-        """Whether K and V (0) or their gradients (1) rest in 8 bits."""
-        return (self.config.kv_dtype, self.config.grad_dtype)[field] == "int8"
+    @cached_property
+    def layers(self) -> list[LayerRows]:
+        """The row layouts of every layer."""
+        return [layer_rows(layer, self.batch_size, self.config) for layer in self.shape.layers]
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
-        """Bytes per token of K/V, their gradients and kept outputs, for each layer."""
-        # Most layers are alike, and a search for settings asks thousands of times.
-        found = {layer: self._row(layer) for layer in set(self.shape.layers)}
-        return [found[layer] for layer in self.shape.layers]
+        """Bytes per token of K and V, of their gradients and of attention outputs, for every layer."""
+        return [
+            (layer.kv.num_bytes, layer.grad.num_bytes if self.needs_grad else 0, layer.out.num_bytes)
+            for layer in self.layers
+        ]
 
-    def _row(self, layer: LayerShape) -> tuple[int, int, int]:
-        size = layer.dtype.itemsize
-        kv, grad = (ITEMSIZES.get(name, size) for name in (self.config.kv_dtype, self.config.grad_dtype))
-        heads, queries = self.batch_size * layer.num_kv_heads, self.batch_size * layer.num_query_heads
-        return (
-            pair_bytes(heads, layer.head_size, layer.value_size, kv),
-            pair_bytes(heads, layer.head_size, layer.value_size, grad) if self.needs_grad else 0,
-            row_bytes(queries * layer.value_size * size, queries * max(4, size)),
-        )
+    def is_quantized(self, kind: str) -> bool:
+        """Return whether K and V ("kv") or their gradients ("grad") are stored in 8 bits."""
+        return getattr(self.config, f"{kind}_dtype") == "int8"
 
 
-def host_budget(config: Config, room: int) -> int:
-    """What may be taken of `room` bytes of host memory."""
-    return int(SAFETY_SHARE * room) if config.host_memory == "auto" else min(room, parse_bytes(config.host_memory))
+def layer_rows(shape: LayerShape, batch_size: int, config: Config) -> LayerRows:
+    """Return how one token's K, V, their gradients and attention output are laid out in memory."""
+    return _layer_rows(shape, batch_size, config.kv_dtype, config.grad_dtype)
+
+
+@lru_cache(maxsize=256)
+def _layer_rows(shape: LayerShape, batch_size: int, kv_dtype: str, grad_dtype: str) -> LayerRows:
+    # Cached because most layers are alike and the search for settings asks thousands of times.
+    k, v = ((batch_size, shape.num_kv_heads, size) for size in (shape.head_size, shape.value_size))
+    out, lse = (batch_size, shape.num_query_heads, shape.value_size), (batch_size, shape.num_query_heads)
+    return LayerRows(
+        kv=kv_row(k, v, _stored_dtype(kv_dtype, shape)),
+        grad=kv_row(k, v, _stored_dtype(grad_dtype, shape)),
+        out=RowLayout((out, shape.dtype), (lse, torch.promote_types(shape.dtype, torch.float32))),
+        dtype=shape.dtype,
+        window=shape.window,
+    )
+
+
+def _stored_dtype(name: str, shape: LayerShape) -> torch.dtype:
+    return shape.dtype if name == "auto" else getattr(torch, name)
+
+
+def host_budget(config: Config, free_bytes: int) -> int:
+    """Return how much of `free_bytes` of host memory pages may take."""
+    if config.host_memory == "auto":
+        return int(SAFETY_SHARE * free_bytes)
+    return min(free_bytes, parse_bytes(config.host_memory))
 
 
 def _total(terms: tuple[MemoryTerm, ...], tier: str, *, grows: bool) -> int:

@@ -379,7 +379,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "--after", "run/metrics.jsonl"], "line 2"),
         (["run", "--after", "list.json"], "list.json has no perplexity"),
         (["run", "--output", "empty"], "empty is a folder"),
-        (["run", "--png", "x.doc"], "'x.doc' is no picture"),
+        (["run", "--png", "x.doc"], "'x.doc' is not a picture"),
     ],
 )
 def test_oomb_report_refuses(

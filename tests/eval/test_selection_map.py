@@ -75,7 +75,7 @@ def test_text_of_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--page_budget", "4", "--selection_map", "map.txt"], "--selection_map 'map.txt' is no picture"),
+        (["--page_budget", "4", "--selection_map", "map.txt"], "--selection_map 'map.txt' is not a picture"),
         (["--selection_map", "map.png"], "set --page_budget too"),
         (["--page_budget", "4", "--selection_map", "map.png", "--selection_layer", "99"], "--selection_layer is 99"),
         (["--page_budget", "4", "--chunk_size", "1000"], "1024"),

@@ -10,10 +10,12 @@ import torch
 
 from oomb.config import Config
 from oomb.models.shape import LayerShape, ModelShape
-from oomb.planner import report
 from oomb.planner.fit import place_or_raise
-from oomb.planner.hardware import Machine
-from oomb.planner.request import Placement
+from oomb.planner.forecast import StepForecast, forecast_step
+from oomb.planner.hardware import Machine, machine_named
+from oomb.planner.plan import PlanReport, shape_for
+from oomb.planner.request import Placement, PlacementRequest
+from oomb.planner.suggest import Suggestions, suggest_settings
 from oomb.utils.units import GIB
 
 MIB = 1 << 20
@@ -51,8 +53,8 @@ def with_dtype(shape: ModelShape, dtype: torch.dtype) -> ModelShape:
 
 
 @functools.cache
-def facts_for(name: str, lora: bool = False) -> ModelShape:
-    return report.shape_for(name, lora=lora)
+def shape_of(name: str, lora: bool = False) -> ModelShape:
+    return shape_for(name, lora=lora)
 
 
 def ask(shape: ModelShape = TINY, config: Config | None = None, **changes: Any) -> Placement:
@@ -60,4 +62,36 @@ def ask(shape: ModelShape = TINY, config: Config | None = None, **changes: Any) 
         "batch_size": 1, "length": 4096, "needs_grad": True, "float32_sums": True, "fused": True, "free_gpu_bytes": GIB,
         "free_host_bytes": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
     }  # fmt: skip
-    return place_or_raise(shape, config or Config(chunk_size=256, page_size=64), **{**options, **changes})
+    config = config or Config(chunk_size=256, page_size=64)
+    return place_or_raise(PlacementRequest(shape=shape, config=config, **{**options, **changes}))
+
+
+def qwen_7b(lora: bool = False) -> ModelShape:
+    return shape_of("qwen2.5-7b", lora)
+
+
+def suggest_for(forecast: StepForecast, lora: bool = False, adapted: ModelShape | None = None) -> Suggestions:
+    """Return what to change about a forecast; `adapted` is the shape with LoRA, None without PEFT."""
+    return suggest_settings(forecast, lora=lora, shape_with_lora=lambda: adapted)
+
+
+def plan_qwen_7b(length: int, host: float = 119, lora: bool = False, **config: Any) -> tuple[StepForecast, Suggestions]:
+    """Return forecast and suggestions for Qwen2.5-7B on one H200 with `host` GiB of host memory."""
+    machine = machine_named("H200", int(host * GIB))
+    forecast = forecast_step(qwen_7b(lora), Config(**config), machine, length=length)
+    return forecast, suggest_for(forecast, lora, qwen_7b(True))
+
+
+def report_of(
+    forecast: StepForecast, suggestions: Suggestions, lora: bool = False, model: str = "a model"
+) -> PlanReport:
+    """Return the report that `oomb plan` shows for these."""
+    return PlanReport(
+        model=model,
+        dtype="bfloat16",
+        lora=lora,
+        shape=forecast.request.shape,
+        forecast=forecast,
+        positions=None,
+        suggestions=suggestions,
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import H200, facts_for
+from plans import H200, shape_of
 
 from oomb.config import Config
 from oomb.planner.forecast import forecast_step
@@ -38,7 +38,7 @@ PEAKS = [
 def test_peaks_are_those_that_were_measured(
     name: str, lora: str | None, chunk: int, checkpointed: bool, fused: bool, base: float, transient: float
 ) -> None:
-    facts = replace(facts_for(name, lora is not None), has_float32_adapters=lora == "wide")
+    facts = replace(shape_of(name, lora is not None), has_float32_adapters=lora == "wide")
     config = Config(
         chunk_size=chunk,
         checkpoint_layers=checkpointed,
@@ -65,7 +65,7 @@ def test_memory_and_time_of_the_committed_results(name: str) -> None:
     machine = replace(H200, gpu_bytes=parse_bytes(report["limit"])) if report["limit"] else H200
     for row in report["rows"]:
         lora = "lora" in row["case"]
-        facts = facts_for(report["model"], lora=lora)
+        facts = shape_of(report["model"], lora=lora)
         facts = replace(facts, has_float32_adapters=lora and not row.get("autocast", False))
         plan = forecast_step(facts, Config(**row["settings"]), machine, length=row["context"], optimizer="none")
         assert plan.peak_gpu_bytes == pytest.approx(row["measured_gpu_bytes"], rel=0.03)
@@ -93,7 +93,7 @@ def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
         for row in report["rows"]:
             if row["problem"] is not None:
                 continue
-            facts = replace(facts_for(report["model"], lora="lora" in row["case"]), has_float32_adapters=False)
+            facts = replace(shape_of(report["model"], lora="lora" in row["case"]), has_float32_adapters=False)
             config = Config(**row["settings"])
             plan = forecast_step(facts, config, machine, length=row["context"], optimizer=row["optimizer"])
             assert plan.fits
@@ -116,7 +116,7 @@ def test_times_with_chosen_pages() -> None:
     for row in report["rows"]:
         config = Config(**report["settings"], chunk_size=row["chunk_size"])
         machine = replace(H200, host_bytes=125 * GIB)
-        plan = forecast_step(facts_for(report["model"]), config, machine, length=row["context"], optimizer="none")
+        plan = forecast_step(shape_of(report["model"]), config, machine, length=row["context"], optimizer="none")
         assert plan.seconds is not None
         off[row["context"]] = 1 - plan.seconds / row["seconds"]
     assert max(off.values()) < 0.05 and min(off.values()) > 0
@@ -142,7 +142,7 @@ TIMES = [
 @pytest.mark.parametrize("context, kept, checkpointed, seconds", TIMES)
 def test_times_are_those_that_were_measured(context: int, kept: bool, checkpointed: bool, seconds: float) -> None:
     config = Config(chunk_size=8192, keep_attention=kept, checkpoint_layers=checkpointed)
-    plan = forecast_step(facts_for("qwen2.5-7b"), config, H200, length=context, optimizer="none")
+    plan = forecast_step(shape_of("qwen2.5-7b"), config, H200, length=context, optimizer="none")
     assert plan.seconds == pytest.approx(seconds, rel=0.06)
 
 
@@ -153,11 +153,11 @@ LORA_TIMES = [(4096, True, 5.43), (4096, False, 4.43), (8192, True, 5.26)]
 @pytest.mark.parametrize("chunk, checkpointed, seconds", LORA_TIMES)
 def test_times_with_lora(chunk: int, checkpointed: bool, seconds: float) -> None:
     config = Config(chunk_size=chunk, keep_attention=False, checkpoint_layers=checkpointed)
-    plan = forecast_step(facts_for("qwen2.5-7b", lora=True), config, H200, length=32768, optimizer="none")
+    plan = forecast_step(shape_of("qwen2.5-7b", lora=True), config, H200, length=32768, optimizer="none")
     assert plan.seconds == pytest.approx(seconds, rel=0.03)
 
 
 def test_float32_sums_at_chunks_of_4096() -> None:
     config = Config(chunk_size=4096, keep_attention=False, checkpoint_layers=False, param_grad_dtype="float32")
-    plan = forecast_step(facts_for("qwen2.5-7b"), config, H200, length=3 * 4096, optimizer="none")
+    plan = forecast_step(shape_of("qwen2.5-7b"), config, H200, length=3 * 4096, optimizer="none")
     assert plan.peak_gpu_bytes == pytest.approx(62.41 * GIB, rel=0.01)

@@ -11,19 +11,18 @@ import torch
 from families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import H200, MIB, TINY, ask, facts_for, with_dtype
+from plans import H200, MIB, TINY, ask, shape_of, with_dtype
 
 from oomb.config import Config
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import row_bytes, staging_bytes
 from oomb.models.shape import ModelShape
-from oomb.ops import logprob
-from oomb.planner import activations, fit, hardware, step_time
+from oomb.planner import fit, hardware, step_time
 from oomb.planner import forecast as forecast_module
 from oomb.planner.fit import longest_context
 from oomb.planner.forecast import StepForecast, forecast_step
 from oomb.planner.hardware import Machine, machine_named
-from oomb.planner.placement import OPERATIONS_PER_BYTE, place
+from oomb.planner.placement import FLOPS_PER_BYTE, place
 from oomb.planner.request import Placement, PlacementRequest
 from oomb.utils import units
 from oomb.utils.units import GIB, parse_bytes
@@ -33,10 +32,9 @@ def bytes_of(placement: Placement | StepForecast, tier: str) -> int:
     return sum(term.num_bytes for term in placement.terms if term.tier == tier)
 
 
-def test_constants_are_those_of_the_code_they_describe() -> None:
-    assert (activations.PLAIN_TILE, activations.FUSED_TILE) == (logprob.PLAIN_TILE, logprob.FUSED_TILE)
+def test_flops_per_byte_are_those_of_the_step_time() -> None:
     rates = step_time.MATRIX_TFLOPS * 1e12 / hardware.PCIE_5_BYTES_PER_SECOND
-    assert pytest.approx(rates, rel=0.01) == OPERATIONS_PER_BYTE
+    assert pytest.approx(rates, rel=0.01) == FLOPS_PER_BYTE
 
 
 requests = st.builds(
@@ -70,7 +68,7 @@ requests = st.builds(
 
 @given(requests)
 def test_every_token_has_its_place_and_every_byte_its_term(request: PlacementRequest) -> None:
-    placement, problem = place(request)
+    placement, shortfall = place(request)
     config, capacity = request.config, request.capacity
     page = config.page_size
     assert capacity % config.chunk_size == 0 and 0 < request.length - capacity <= config.chunk_size
@@ -89,7 +87,7 @@ def test_every_token_has_its_place_and_every_byte_its_term(request: PlacementReq
     assert placement.gpu_bytes + placement.host_bytes == pages + outs
     # Staging buffers exist just where something lies on the host.
     assert any(term.name == "staging buffers" for term in placement.terms) == (placement.host_bytes > 0)
-    if problem is None:
+    if shortfall is None:
         assert bytes_of(placement, GPU) <= (float("inf") if request.free_gpu_bytes is None else request.free_gpu_bytes)
         assert placement.host_bytes <= request.free_host_bytes
         if request.free_gpu_bytes is None:
@@ -184,7 +182,7 @@ def refusal(**changes: Any) -> str:
 def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
     long = {"length": 1_000_000, "free_gpu_bytes": 100 * MIB}
     text = refusal(**long, free_host_bytes=450 * MIB, config=Config(chunk_size=256, host_memory="10MiB"))
-    assert "1,000,000 tokens do not fit" in text and "and 10.0 MiB are there" in text
+    assert "1,000,000 tokens do not fit" in text and "only 10.0 MiB are available" in text
     assert text.endswith('It fits with host_memory="auto" (0.44 GiB are free).')
     longest = int(re.findall(r"longest context that fits is ([\d,]+) tokens", text)[0].replace(",", ""))
     config = Config(chunk_size=256, host_memory="10MiB")
@@ -289,7 +287,7 @@ def test_a_refusal_says_how_much_host_memory_is_enough() -> None:
     assert ask(**given, free_host_bytes=int(float(size) * (GIB if unit == "G" else MIB)))
     # On a CPU there is one memory, and no setting of a GPU.
     text = refusal(free_gpu_bytes=None, length=10**6, free_host_bytes=100 * MIB, config=Config(gpu_memory=MIB))
-    assert "1,000,000 tokens do not fit on the CPU" in text and "90.0 MiB are there, 90% of what is free" in text
+    assert "1,000,000 tokens do not fit on the CPU" in text and "90.0 MiB are available, 90% of what is free" in text
     assert "of free memory" in text and "GPU" not in text and "gpu_memory" not in text and "LoRA" not in text
 
 
@@ -315,7 +313,7 @@ def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
         assert plan.fits and plan.seconds is not None
         return plan.seconds
 
-    full = facts_for("qwen2.5-7b")
+    full = shape_of("qwen2.5-7b")
     assert seconds(replace(full, trained_params=0)) < seconds(full)
     windowed = replace(full, layers=tuple(replace(layer, window=4096) for layer in full.layers))
     assert seconds(windowed) < 0.5 * seconds(full)
@@ -328,7 +326,7 @@ def test_frozen_matrices_windows_and_traffic_change_the_time() -> None:
 
 
 def test_forecast_counts_what_a_training_run_holds() -> None:
-    full = facts_for("qwen2.5-7b")
+    full = shape_of("qwen2.5-7b")
     plans = {
         name: forecast_step(full, Config(), H200, length=2**15, optimizer=name) for name in forecast_module.OPTIMIZERS
     }
@@ -344,10 +342,10 @@ def test_forecast_counts_what_a_training_run_holds() -> None:
         assert plans[name].host_bytes == pytest.approx(bytes_each * full.trainable_params, rel=1e-6)
         assert plans[name].host_limit == pytest.approx(0.9 * H200.host_bytes + 0.1 * plans[name].host_bytes)
     # A quarter of an 80 GiB card is less than float32 sums take.
-    assert not forecast_step(full, Config(), machine_named("H100", 2**37), length=2**15).float32_sums
+    assert not forecast_step(full, Config(), machine_named("H100", 2**37), length=2**15).request.float32_sums
     with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
         forecast_step(full, Config(), H200, length=2**15, optimizer="lion")
-    with pytest.raises(ValueError, match="2 tokens or more"):
+    with pytest.raises(ValueError, match="at least 1 sequence of 2 tokens"):
         forecast_step(full, Config(), H200, length=1)
 
 

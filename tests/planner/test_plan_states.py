@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from oomb.cli.plan.table import notes
 from oomb.config import OFFLOADED_STATES
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models import load
-from oomb.planner import forecast, report
+from oomb.planner import forecast
 from oomb.planner.hardware import machine_named
+from oomb.planner.plan import plan_step
 from oomb.utils.units import GIB
 
 H200 = machine_named("H200", 100 * GIB)
@@ -21,8 +23,8 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     """Counted without float32 copies, of which the plan says how much they are more."""
     if lora:
         pytest.importorskip("peft")
-    told = report.plan_step("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
-    [states] = [term.num_bytes for term in told.forecast.terms if term.name == forecast.STATES]
+    report = plan_step("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
+    [states] = [term.num_bytes for term in report.forecast.terms if term.name == forecast.STATES]
     model = load.load_model("demo", dtype=dtype, device="cpu")
     if lora:
         import peft
@@ -34,14 +36,14 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     )
     # Each parameter's last run of 256 numbers has scales of its own.
     assert states == pytest.approx(plain.host_bytes, rel=1e-3) and states <= plain.host_bytes
-    assert told.master_bytes == with_copies.host_bytes - plain.host_bytes
+    assert report.master_weight_bytes == with_copies.host_bytes - plain.host_bytes
     with_copies.reserve()
     taken = sum(x.nbytes for host in with_copies._host_states.values() for x in host.rows.values())
     assert taken == with_copies.host_bytes
-    said = [line for line in told.notes() if line.startswith("not counted: float32 copies")]
-    assert len(said) == (dtype == "bfloat16" and not lora) == bool(told.master_bytes)
+    lines = [line for line in notes(report) if line.startswith("not counted: float32 copies")]
+    assert len(lines) == (dtype == "bfloat16" and not lora) == bool(report.master_weight_bytes)
 
 
 def test_no_copies_are_spoken_of_where_no_optimizer_keeps_them() -> None:
-    told = report.plan_step("demo", 4096, H200, optimizer="adamw")
-    assert told.master_bytes and not any("copies" in line for line in told.notes())
+    report = plan_step("demo", 4096, H200, optimizer="adamw")
+    assert report.master_weight_bytes and not any("copies" in line for line in notes(report))

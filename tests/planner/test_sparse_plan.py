@@ -12,12 +12,13 @@ from plans import MIB, TINY, ask
 import oomb
 from oomb.config import Config
 from oomb.engine.batch import Batch
+from oomb.engine.head import TokenHead
 from oomb.engine.passes import ChunkedForward
 from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
 from oomb.planner.forecast import forecast_step
 from oomb.planner.hardware import Machine
-from oomb.planner.report import shape_for
+from oomb.planner.plan import shape_for
 from oomb.utils.units import GIB
 
 SPARSE = {"chunk_size": 256, "page_size": 64, "page_budget": 3}
@@ -47,14 +48,14 @@ def test_what_chosen_pages_take_is_what_is_planned(family: str, dtype: str, gpu_
     engine = oomb.Engine(model, Config(**settings))
     placement = engine.reserve(2, 120)
     batch = Batch(ids=random_ids(2, 120), targets=random_ids(2, 120))
-    sequence = ChunkedForward(engine, batch, needs_grad=True, state=engine.model.state())
+    sequence = ChunkedForward(engine, batch, TokenHead(engine.model), needs_grad=True, state=engine.model.state())
     sequence.allocate()
     try:
         assert sequence.store is not None and sequence.store.selected is not None
-        chosen = sequence.store.selected
-        tables = [*chosen.page_means.values(), *chosen.touched.values(), *chosen.selections.values()]
+        selections = sequence.store.selected.selections
+        tables = [*selections.page_means.values(), *selections.touched.values(), *selections.tables.values()]
         planned = {term.name: term.num_bytes for term in placement.terms if term.tier == GPU}
-        addresses = 32 * chosen.num_pages * len(chosen.layers)
+        addresses = 32 * selections.pages.num_pages * len(selections.layers)
         assert sum(x.nbytes for x in tables) + addresses == planned["page summaries and choices"]
         rings = sum(ring.num_bytes for ring in engine.allocator.tiers.rings.values())
         on_gpu = gpu_memory == "1GiB" and dtype == "auto"

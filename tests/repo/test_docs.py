@@ -26,7 +26,7 @@ from trainings import Samples, arguments, logged, tiny_model
 import oomb
 from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from oomb.cli.train.display import TrainingDisplay
-from oomb.planner import report
+from oomb.planner import plan as plan_module
 from oomb.planner.fit import SPARE_HOST_BYTES
 
 DOCS = ROOT / "docs"
@@ -57,14 +57,14 @@ def facts_for(name: str, *, dtype: str, lora: bool) -> Any:
     return facts_for_model(name, dtype=dtype, lora=lora)
 
 
-facts_for_model = report.shape_for
+facts_for_model = plan_module.shape_for
 
 
 @pytest.fixture(autouse=True)
 def models_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Building a large model without its numbers takes most of the time of a plan; these pages plan a few of them."""
     monkeypatch.setattr(
-        report, "shape_for", lambda name, *, dtype, lora, config: facts_for(name, dtype=dtype, lora=lora)
+        plan_module, "shape_for", lambda name, *, dtype, lora, config: facts_for(name, dtype=dtype, lora=lora)
     )
 
 
@@ -253,7 +253,7 @@ def test_a_full_fine_tune(here: Path) -> None:
     assert names["optimizer"].master_weights
     before = load("base").to(torch.bfloat16)
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), names["model"].parameters(), strict=True))
-    numbers = report.shape_for("qwen2.5-7b", dtype="bfloat16", lora=False, config=None).trainable_params
+    numbers = plan_module.shape_for("qwen2.5-7b", dtype="bfloat16", lora=False, config=None).trainable_params
     text = page.read_text()
     assert f"{4 * numbers / 2**30:.1f} GiB for\n  Qwen2.5-7B" in text
     assert 256 - 4 * numbers / 2**30 == pytest.approx(227, abs=1)

@@ -1,7 +1,8 @@
-"""`oomb plan`."""
+"""The command `oomb plan`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +24,10 @@ from oomb.cli.options import (
     with_engine_options,
     with_options,
 )
+from oomb.cli.plotting import check_picture
 from oomb.cli.train.schema import engine_settings
 from oomb.models import load
+from oomb.utils.files import write_text
 from oomb.utils.units import parse_tokens
 
 
@@ -75,14 +78,16 @@ def plan(
         length = parse_tokens(context, "--context")
         load.check_model_name(model_name_or_path)
         quiet()
-        from oomb.planner import hardware, report
+        from oomb.cli.plan.table import as_dict, memory_table, notes
+        from oomb.planner.hardware import find_machine
+        from oomb.planner.plan import plan_step
 
         if plot is not None:
-            report.check_plotting(plot)
-        forecast = report.plan_step(
+            check_picture(plot, "--plot")
+        report = plan_step(
             model_name_or_path,
             length,
-            hardware.find_machine(gpu, host),
+            find_machine(gpu, host),
             batch_size=batch_size,
             dtype=dtype,
             lora=lora,
@@ -91,10 +96,16 @@ def plan(
             **loading,
         )
         console = Console()
-        console.print(forecast.table())
-        for line in forecast.notes():
+        console.print(memory_table(report))
+        for line in notes(report):
             console.print(line, highlight=False, soft_wrap=True)
-        for path, write in ((output, forecast.save), (plot, forecast.plot)):
-            if path is not None:
-                console.print(f"written to {write(path)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if forecast.forecast.fits else EXIT_DOES_NOT_FIT)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            write_text(output, json.dumps(as_dict(report), indent=1) + "\n")
+        if plot is not None:
+            from oomb.cli.plan.plot import plot as write_plot
+
+            write_plot(report, plot)
+        for path in filter(None, (output, plot)):
+            console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if report.forecast.fits else EXIT_DOES_NOT_FIT)

@@ -47,11 +47,12 @@ def report(
     training, after a crash, and again at any time.
     """
     with one_clear_message():
+        from oomb.cli.plotting import check_picture
         from oomb.cli.report.page import write_report
-        from oomb.cli.report.picture import check_picture, write_picture
+        from oomb.cli.report.picture import write_picture
 
         if png is not None:
-            check_picture(png)
+            check_picture(png, "--png")
         console = Console()
         page = write_report(run, before=before, after=after, output=output)
         console.print(f"written to {page}", highlight=False, markup=False, soft_wrap=True)

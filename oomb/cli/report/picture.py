@@ -5,25 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from oomb.cli.plotting import check_picture
 from oomb.cli.report.chart import Chart
 from oomb.cli.report.charts import needle_chart, position_chart, training_charts
 from oomb.cli.report.page import load
 
-PICTURES = (".png", ".svg", ".pdf")
 COLORS = {1: "#0b6bb8", 2: "#c8500a", 3: "#15803d", 4: "#8b3fb0"}
 MAIN = ("loss", "positions", "needles", "memory", "tokens_per_s")
 MOST_CHARTS = 4
 """The picture has the first four charts of MAIN that have data."""
-
-
-def check_picture(path: str | Path, option: str = "--png") -> None:
-    """Raises where the picture could not be drawn."""
-    if Path(path).suffix.lower() not in PICTURES:
-        raise ValueError(f"{option} {str(path)!r} is no picture; its name must end in {', '.join(PICTURES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError(f"{option} needs matplotlib: pip install matplotlib") from None
 
 
 def write_picture(
@@ -34,7 +24,7 @@ def write_picture(
     Raises:
         ValueError: The file is not a picture, matplotlib is not installed, or the run has no data yet.
     """
-    check_picture(path)
+    check_picture(path, "--png")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
