@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oomb.cli.report.events import METRICS, metrics_lines, parse_event
 from oomb.cli.train import yaml_file
 from oomb.cli.train.schema import TYPES
 from oomb.cli.train.settings import AUTO, LATEST, TrainSettings
-from oomb.cli.train.yaml_file import CONFIG, METRICS
+from oomb.cli.train.yaml_file import CONFIG
 from oomb.data.discover import STDLIB
 from oomb.models import load, presets
 from oomb.trainers import checkpoints
@@ -80,16 +81,10 @@ def never_started(output_dir: Path) -> bool:
 
 def _events(output_dir: Path) -> list[dict[str, Any] | None]:
     """Return the events of a run's metrics; None for a line that cannot be read."""
-    path = output_dir / METRICS
-    lines = path.read_bytes().decode("utf-8", errors="replace").split("\n") if path.is_file() else []
-    events: list[dict[str, Any] | None] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            # The last line is empty, or was cut off by a kill.
-            event = {} if number == len(lines) and '"step"' not in line else None
-        events.append(event if isinstance(event, dict) else None)
+    lines = metrics_lines(output_dir)
+    events = [parse_event(line) for line in lines]
+    if events and events[-1] is None and '"step"' not in lines[-1]:
+        events[-1] = {}  # empty, or cut off by a kill
     return events
 
 

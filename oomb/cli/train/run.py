@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_NOT_AS_ASKED
+from oomb.cli.report.events import METRICS
 from oomb.cli.report.page import write_report
 from oomb.cli.train import output_dir as folders
 from oomb.cli.train import prepare, save, summary, yaml_file
@@ -26,7 +27,7 @@ from oomb.cli.train.recorder import StepRecorder
 from oomb.cli.train.settings import AUTO, TrainSettings
 from oomb.cli.train.signals import SignalHandler, StopRequested
 from oomb.cli.train.state import RunState
-from oomb.cli.train.yaml_file import CONFIG, METRICS
+from oomb.cli.train.yaml_file import CONFIG
 from oomb.config import Config
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import NonFiniteError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 
 import yaml
 
+from oomb.cli.report.events import OPENING, metrics_lines, parse_event
 from oomb.cli.train.aliases import setting_of
 from oomb.cli.train.schema import KNOWN, by_panel, from_yaml
 from oomb.cli.train.settings import TrainSettings
 from oomb.config import SettingError
 
-CONFIG, METRICS = "config.yaml", "metrics.jsonl"
-"""Files that every run has in its folder."""
+CONFIG = "config.yaml"
+"""The settings file in the folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ class FileSettings:
 def _wrote_to(folder: Path) -> str | None:
     """Return the folder that a run wrote to when it last started, as its metrics tell."""
     try:
-        starts = [line for line in (folder / METRICS).read_text().splitlines() if line.startswith('{"event": "start"')]
-        return json.loads(starts[-1]).get("output_dir")
-    except (OSError, ValueError, IndexError):
+        events = [parse_event(line) for line in metrics_lines(folder) if line.startswith(f'{OPENING}"start"')]
+    except OSError:
         return None
+    last = events[-1] if events else None
+    return None if last is None else last.get("output_dir")
 
 
 def read(path: Path) -> FileSettings:
