@@ -1,4 +1,4 @@
-"""The command line. Each command is a module of `oomb.commands`."""
+"""Define the program `oomb` and its commands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _main(
 
 
 for command in (demo, train, tokenize, plan, verify, bench, eval_, report):
-    # Its help is its docstring, each paragraph one line for the terminal to wrap.
+    # The help is the docstring, with each paragraph on one line for the terminal to wrap.
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     name, kind = command.__name__.rstrip("_"), getattr(command, "command_class", None)
