@@ -1,10 +1,10 @@
-"""Preference training with TRL, through oomb: `from oomb import DPOTrainer` is the one line that is not TRL's.
+"""Train on preferences with TRL's DPO on the engine. Only the import of `DPOTrainer` differs from a TRL script.
 
     python examples/dpo.py                      # a toy model, seconds on a CPU
-    python examples/dpo.py Qwen/Qwen2.5-0.5B    # a real one, with pairs of your own in place of `pairs`
+    python examples/dpo.py Qwen/Qwen2.5-0.5B    # a real model; replace `pairs` with your own data
 
-All weights are trained here, so TRL loads a second copy of the model as the reference. With `peft_config=` it needs
-none: the reference is the model with its adapters switched off.
+All weights are trained, so TRL loads a second copy of the model as the reference. With `peft_config=` the reference is
+the model with its adapters off, and no copy is needed.
 """
 
 import sys
@@ -20,7 +20,7 @@ name = sys.argv[1] if len(sys.argv) > 1 else toy.model_folder()
 
 
 def pairs(first: int, last: int) -> Dataset:
-    """A long prompt with an answer that is wanted and one that is not."""
+    """Return prompts with a preferred and a rejected answer."""
     words = ["one", "two", "three", "four", "five"]
     texts = [" ".join(words[(i + j * j) % 5] for j in range(4 + i % 9)) for i in range(first, last)]
     return Dataset.from_dict(
@@ -36,17 +36,17 @@ trainer = DPOTrainer(
     model=name,
     args=DPOConfig(
         output_dir="out_dpo",
-        max_length=None,
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
         loss_type="sigmoid",
         beta=0.1,
-        bf16=torch.cuda.is_available(),
-        logging_steps=1,
+        max_length=None,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        max_steps=6,
         eval_strategy="steps",
         eval_steps=3,
+        logging_steps=1,
         save_strategy="no",
+        bf16=torch.cuda.is_available(),
         report_to="none",
     ),
     train_dataset=pairs(0, 40),

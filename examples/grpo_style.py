@@ -1,10 +1,10 @@
-"""Reward-weighted training in the manner of GRPO, on nothing but `engine.logprobs`.
+"""Train with rewards in the style of GRPO, using only `engine.logprobs`.
 
     python examples/grpo_style.py               # a toy model, seconds on a CPU
 
-Several completions of a prompt are sampled and scored. Those that score above their group's mean become likelier,
-within a clipped distance from the model that sampled them, and an estimate of the KL divergence holds them near a
-reference. The prompt may be as long as the engine can train. B completions, T tokens.
+The script samples several completions of a prompt and scores them. Completions above the mean of their group become
+more likely, with PPO's clipping and a KL penalty against a reference model. The prompt may be as long as the engine can
+train. B completions, T tokens.
 """
 
 import copy
@@ -22,12 +22,12 @@ PROMPT = "write digits, nothing but digits. " * 4 + "begin: "
 
 
 def reward(text: str) -> float:
-    """The share of digits. Yours may run a test, ask a judge or look into a long document for the answer."""
+    """Return the share of digits. Yours may run tests, ask a judge or look for the answer in a long document."""
     return sum(letter.isdigit() for letter in text) / NEW_TOKENS
 
 
 def sample(model: torch.nn.Module, prompt_ids: Tensor, eos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [B, T] of the prompt and what was sampled, a mask of all real tokens, a mask of the sampled ones."""
+    """Return ids [B, T] of prompt and completion, a mask of all real tokens, and a mask of the sampled tokens."""
     prompts = prompt_ids.repeat(GROUP, 1)
     ids = model.generate(
         prompts,
@@ -45,10 +45,10 @@ def sample(model: torch.nn.Module, prompt_ids: Tensor, eos: int) -> tuple[Tensor
 
 
 def grpo_loss(logp: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, is_sampled: Tensor) -> Tensor:
-    """All but the advantages [B] are [B, T]: log-probabilities now, at sampling, by the reference; what counts."""
+    """Return the loss from log-probabilities [B, T] now, at sampling and by the reference, and advantages [B]."""
     ratio = (logp - old).exp()
     gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
-    # Never negative, and its mean over samples is the KL divergence.
+    # An unbiased estimate of the KL divergence that is never negative.
     kl = (reference - logp).exp() - (reference - logp) - 1
     return -((gain - KL_WEIGHT * kl) * is_sampled).sum() / is_sampled.sum()
 
@@ -66,7 +66,7 @@ def train(name: str) -> list[float]:
     mean_rewards = []
     for step in range(STEPS):
         ids, mask, is_sampled = sample(model, prompt_ids, tokenizer.eos_token_id)
-        texts = [tokenizer.decode(row[chosen]) for row, chosen in zip(ids, is_sampled)]
+        texts = [tokenizer.decode(row[mask_T]) for row, mask_T in zip(ids, is_sampled)]
         rewards = torch.tensor([reward(text) for text in texts], device=ids.device)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         with torch.no_grad():

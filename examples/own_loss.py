@@ -1,8 +1,8 @@
-"""A loss of your own in the Hugging Face trainer: any function of per-token log-probabilities.
+"""Train with a loss of your own in the Hugging Face trainer: any function of per-token log-probabilities.
 
     python examples/own_loss.py                 # a toy model, seconds on a CPU
 
-Here tokens that the model finds easy count less (the focal loss). B batch, T tokens.
+The example is the focal loss, in which tokens that the model finds easy count less. B batch, T tokens.
 """
 
 import toy
@@ -21,7 +21,7 @@ class FocalTrainer(oomb.Trainer):
 
 
 def focal_loss(logp_BT: Tensor, mask_BT: Tensor, num_items: Tensor | None = None) -> Tensor:
-    """The first token of a row has no prediction, so its log-probability is 0 and it does not count."""
+    """Return the mean focal loss. The first token of a row has no prediction, so it does not count."""
     counted = mask_BT[:, 1:].bool()
     logp = logp_BT[:, 1:][counted]
     hard = (1 - logp.exp()).detach() ** 2

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning with TRL, through oomb: `from oomb import SFTTrainer` is the one line that is not TRL's.
+"""Fine-tune with TRL's SFT and LoRA on the engine. Only the import of `SFTTrainer` differs from a TRL script.
 
 python examples/sft.py                      # a toy model, seconds on a CPU
-python examples/sft.py Qwen/Qwen2.5-0.5B    # a real one, with data of your own in place of `sums`
+python examples/sft.py Qwen/Qwen2.5-0.5B    # a real model; replace `sums` with your own data
 """
 
 import sys
@@ -18,7 +18,7 @@ name = sys.argv[1] if len(sys.argv) > 1 else toy.model_folder()
 
 
 def sums(first: int, last: int) -> Dataset:
-    """Long prompts and short completions; the loss is on the completion alone."""
+    """Return prompts and completions. The loss is on the completions only."""
     lists = [[(i * 7 + j * 3) % 10 for j in range(5 + i % 17)] for i in range(first, last)]
     return Dataset.from_dict(
         {

@@ -1,4 +1,4 @@
-"""A model small enough for a CPU, with a tokenizer that knows letters: the examples run with no download and no GPU."""
+"""Create a toy model with a character tokenizer, so the examples run without a download or a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIAL = ("<eos>", "<pad>", "<unk>")
 
 
 def model_folder(folder: str = "toy_model") -> str:
-    """Writes the model, if it is not there yet, and returns its folder, as good as any name of a model."""
+    """Write the model unless it exists, and return its folder, which works like the name of a model."""
     if not Path(folder, "config.json").exists():
         words = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIAL, *LETTERS))}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -15,10 +15,8 @@ class SFTMixin(TRLTrainer):
 
     Args:
         engine_config: settings of the engine. Defaults to `oomb.Config()`.
-        optimizer: "offloaded_adamw", "offloaded_adamw_bf16" or "offloaded_adamw_8bit" to keep AdamW's states in host
-            memory. Defaults to what `args.optim` says.
-        max_skipped_steps: how many steps with a NaN or infinite loss or gradient to skip before training stops with
-            `oomb.NonFiniteError`. None turns the check off. Defaults to 0.
+        optimizer: keep AdamW's states in host memory; see `oomb.Trainer`.
+        max_skipped_steps: tolerate steps that are NaN or infinite; see `oomb.Trainer`.
 
     Example:
         ```python
