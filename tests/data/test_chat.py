@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets_made import HELLO, examples, learnt, opened, write_lines
+from datasets_made import HELLO, examples, opened, texts_with_loss, write_lines
 from families import build
 from tokenizer import CHAT, MARKED, small_tokenizer
 
@@ -26,13 +26,13 @@ def test_the_loss_of_a_conversation_is_on_the_assistants_turns(
     path = write_lines(tmp_path / "a.jsonl", {"messages": HELLO, "prompt": "of other use"})
     split = opened(path, tokenizer=tokenizer, max_length=500)
     assert split.packing == "documents"
-    assert learnt(split, tokenizer) == [["Fine.<|stop|>\n", " Still\nfine, thank you.<|stop|>\n"]]
+    assert texts_with_loss(split, tokenizer) == [["Fine.<|stop|>\n", " Still\nfine, thank you.<|stop|>\n"]]
     [(ids, labels)] = examples(split.train)
     theirs = tokenizer.apply_chat_template(HELLO, return_dict=True, return_assistant_tokens_mask=template == MARKED)
     assert ids == theirs["input_ids"]
     if template == MARKED and first is not None:
-        # Where offsets are not trimmed, the mask of transformers is right.
-        assert [label != -100 for label in labels] == [bool(is_said) for is_said in theirs["assistant_masks"]]
+        # Without trimmed offsets, the mask from transformers is right.
+        assert [label != -100 for label in labels] == [bool(flag) for flag in theirs["assistant_masks"]]
 
 
 def test_a_conversation_of_a_hundred_turns(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_a_conversation_of_a_hundred_turns(tmp_path: Path) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"messages": HELLO})
-    # As templates of reasoning models do, which leave out all thoughts but the last.
+    # Templates of reasoning models drop all thoughts but the last.
     thinking = CHAT.replace("{{ message['content'] }}", THINKING + "{{ message['content'] }}")
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template writes message 2, or .*% generation %"):
         opened(path, tokenizer=small_tokenizer(thinking))
     one_turn = write_lines(tmp_path / "b.jsonl", {"messages": HELLO[:3]})
-    assert learnt(opened(one_turn, tokenizer=small_tokenizer(thinking)), small_tokenizer()) == [
+    assert texts_with_loss(opened(one_turn, tokenizer=small_tokenizer(thinking)), small_tokenizer()) == [
         ["<think>Fine.<|stop|>\n"]
     ]
 
@@ -92,7 +92,7 @@ def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, message: str
 
 
 @pytest.mark.parametrize("key", ["conversations", "messages"])
-def test_the_sharegpt_form_is_recognised(tmp_path: Path, key: str) -> None:
+def test_the_sharegpt_form_is_recognized(tmp_path: Path, key: str) -> None:
     turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
     path = write_lines(tmp_path / "a.jsonl", *[{"id": "1", key: turns}] * 30)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: .*ShareGPT form; rename .*human to user, gpt to assistant"):
@@ -138,7 +138,7 @@ def test_a_conversation_whose_only_word_is_its_first_has_nothing_to_learn(tmp_pa
     with pytest.raises(ValueError, match=r"nothing to train on: 1 conversation without a token to predict.*a\.jsonl:1"):
         opened(write_lines(tmp_path / "a.jsonl", word), tokenizer=tokenizer)
     split = opened(write_lines(tmp_path / "a.jsonl", word, said), tokenizer=tokenizer)
-    assert learnt(split, tokenizer) == [["?"]]
+    assert texts_with_loss(split, tokenizer) == [["?"]]
     assert split.num_documents == 1
 
 
@@ -157,7 +157,7 @@ def test_the_loss_is_on_the_completion(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2 =", "completion": " 4"})
     tokenizer = small_tokenizer(first="<|turn|>")
     split = opened(path, tokenizer=tokenizer)
-    assert learnt(split, tokenizer) == [[" 4<|end|>"]]
+    assert texts_with_loss(split, tokenizer) == [[" 4<|end|>"]]
     assert tokenizer.decode(examples(split.train)[0][0]) == "<|turn|>2 + 2 = 4<|end|>"
     [(ids, labels)] = examples(opened(path).train)
     assert ids == [*b"2 + 2 = 4", SEPARATOR_ID]
@@ -165,9 +165,9 @@ def test_the_loss_is_on_the_completion(tmp_path: Path) -> None:
     # If a token would span the boundary, the prompt is tokenized alone, as at inference.
     merged = next(t for t in tokenizer.get_vocab() if len(t) == 4 and t.isalpha() and t.isascii())
     path = write_lines(tmp_path / "b.jsonl", {"prompt": merged[:2], "completion": merged[2:]})
-    assert learnt(opened(path, tokenizer=tokenizer), tokenizer) == [[f"{merged[2:]}<|end|>"]]
+    assert texts_with_loss(opened(path, tokenizer=tokenizer), tokenizer) == [[f"{merged[2:]}<|end|>"]]
     path = write_lines(tmp_path / "c.jsonl", {"prompt": HELLO[:2], "completion": HELLO[2:3]})
-    assert learnt(opened(path, tokenizer=tokenizer), tokenizer) == [["Fine.<|stop|>\n"]]
+    assert texts_with_loss(opened(path, tokenizer=tokenizer), tokenizer) == [["Fine.<|stop|>\n"]]
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "a", "completion": 4})
     with pytest.raises(ValueError, match=r'd\.jsonl:1: "completion" must be a string, found a int'):
         opened(path)

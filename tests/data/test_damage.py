@@ -1,4 +1,4 @@
-"""Damage to a folder that `oomb tokenize` wrote: it is named before training, and the same command repairs it."""
+"""Damage to a tokenized folder is named before training, and the same `oomb tokenize` command repairs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def job_of(folder: Path, **options: Any) -> Job:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Several shards of completions, as bytes: the prompts are not learnt."""
+    """Several shards of completions in bytes; prompts have no loss."""
     rows = [{"prompt": f"What is {i}? ", "completion": f"{i} is a number. " * (1 + i % 5)} for i in range(40)]
     write_lines(tmp_path / "source.jsonl", *rows)
     assert tokenize(job_of(tmp_path / "tokens")).num_shards > 3
@@ -41,7 +41,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 
 
 def replace_array(path: Path, values: np.ndarray) -> None:
-    """In a file of the same size."""
+    """Replace an array by one whose file has the same size."""
     size = path.stat().st_size
     np.save(path, values)
     assert path.stat().st_size == size
@@ -181,7 +181,7 @@ def test_a_manifest_that_lacks_something_is_named(folder: Path, change: Callable
 
 
 def test_a_manifest_that_cannot_be_parsed_is_named_and_overwritten_when_asked(folder: Path) -> None:
-    """It would be taken for one of the texts of an ordinary folder."""
+    """Unchecked, it would be read as one of the texts of an ordinary folder."""
     expected = examples(opened(folder).train)
     flip(folder / shards.MANIFEST, 0)
     refused(folder, shards.MANIFEST, "it cannot be read as JSON")
@@ -192,7 +192,7 @@ def test_a_manifest_that_cannot_be_parsed_is_named_and_overwritten_when_asked(fo
 
 
 def is_refused(folder: Path) -> bool:
-    """By a message, and not by what damage leads to."""
+    """Return whether the folder is refused with a message rather than crashing."""
     try:
         opened(folder)
     except Exception as error:
@@ -217,7 +217,7 @@ def test_every_one_of_200_random_bit_flips_is_found(folder: Path) -> None:
 
 
 def test_a_damaged_record_of_an_unfinished_folder_is_not_used(folder: Path) -> None:
-    """It says where documents end. The shard is tokenised again."""
+    """The record has the document ends, so its shard is tokenized again."""
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     unfinished = folder.with_name("unfinished")
 
@@ -256,7 +256,7 @@ def test_shards_without_a_token_are_checked_too(tmp_path: Path) -> None:
     refused(folder, empty.name, "")
 
 
-def test_the_check_can_be_skipped_and_tells_how_far_it_is(folder: Path) -> None:
+def test_the_check_can_be_skipped_and_reports_progress(folder: Path) -> None:
     flip(folder / SHARD, -8)
     refused(folder, SHARD, "its sha256 is")
     calls: list[tuple[int, int]] = []
@@ -264,7 +264,7 @@ def test_the_check_can_be_skipped_and_tells_how_far_it_is(folder: Path) -> None:
     assert len(opened(folder, **options).train) > 0
     size = sum(path.stat().st_size for path in folder.glob("tokens-*.npy"))
     assert calls == sorted(calls) and calls[-1] == (size, size)
-    # What costs nothing is checked still.
+    # Cheap checks still run.
     flip(folder / shards.DOCUMENTS, -8)
     refused(folder, shards.DOCUMENTS, "its sha256 is", skip_check=True)
 

@@ -1,4 +1,4 @@
-"""Windows of text: nothing lost, nothing padded, nothing seen twice, and clear words where there is too little."""
+"""Examples of text: nothing is lost, padded or seen twice, and too little text is a clear error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oomb.data.tokens import Examples, Tokens
 
 
 class Words:
-    """A tokenizer of the least: a word is its length."""
+    """Minimal tokenizer: a word becomes its length."""
 
     eos_token_id: int | None = 99
     bos_token_id: int | None = None
@@ -31,12 +31,12 @@ class Words:
         return {"input_ids": prefix + [len(word) for word in text.split()]}
 
 
-def tokens_of(windows: Examples | None) -> list[int]:
-    return [] if windows is None else [int(i) for window in windows_of(windows) for i in window]
+def tokens_of(dataset: Examples | None) -> list[int]:
+    return [] if dataset is None else [int(i) for ids in examples_of(dataset) for i in ids]
 
 
-def windows_of(windows: Examples) -> list[torch.Tensor]:
-    return [windows[i]["input_ids"] for i in range(len(windows))]
+def examples_of(dataset: Examples) -> list[torch.Tensor]:
+    return [dataset[i]["input_ids"] for i in range(len(dataset))]
 
 
 def test_a_file_becomes_bytes_and_a_separator(tmp_path: Path) -> None:
@@ -54,11 +54,11 @@ def test_a_file_becomes_bytes_and_a_separator(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_train", [None, 1, 3, 8, 100])
-def test_the_held_out_windows_are_the_first_however_many_are_trained_on(tmp_path: Path, num_train: int | None) -> None:
+def test_the_held_out_examples_are_the_first_however_many_are_trained_on(tmp_path: Path, num_train: int | None) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(bytes(range(1, 101)))
     split = load(str(file), max_length=10, num_held_out=3, num_train=num_train)
-    # A fifth of the ten windows at most.
+    # A fifth of the ten examples at most.
     assert tokens_of(split.held_out) == list(range(1, 21))
     assert tokens_of(split.train) == list(range(21, 101))[: (num_train or 8) * 10]
 
@@ -70,7 +70,7 @@ def test_the_held_out_windows_are_the_first_however_many_are_trained_on(tmp_path
     num_held_out=st.integers(0, 3),
     num_train=st.none() | st.integers(1, 5),
 )
-def test_every_token_of_the_text_is_in_one_window_in_order(
+def test_every_token_of_the_text_is_in_one_example_in_order(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
     max_length: int,
@@ -98,7 +98,7 @@ def test_every_token_of_the_text_is_in_one_window_in_order(
         assert split.held_out is not None
 
 
-def test_a_folder_is_read_in_a_fixed_order_without_what_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_a_fixed_order_without_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_text("bbbb")
     (tmp_path / "a.txt").write_text("aaaa")
@@ -125,7 +125,7 @@ def test_a_tokenizer_and_its_separator(tmp_path: Path) -> None:
     words = Words()
     words.eos_token_id, words.bos_token_id = None, 7
     assert tokens_of(load(str(file), max_length=5, tokenizer=words).train)[-1] == 7  # type: ignore[arg-type]
-    # What the tokenizer puts before a text is before every document.
+    # The tokenizer's prefix comes before every document.
     words.prefix = [7]
     assert tokens_of(load(str(file), max_length=6, tokenizer=words).train) == [7, 3, 5, 4, 7, 7]  # type: ignore[arg-type]
 
@@ -141,11 +141,11 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
     assert len(split.held_out) == 2
     assert len(split.train) >= 4
     assert max(tokens_of(split.train)) <= SEPARATOR_ID
-    train = {tuple(window.tolist()) for window in windows_of(split.train)}
-    assert not train & {tuple(window.tolist()) for window in windows_of(split.held_out)}
+    train = {tuple(ids.tolist()) for ids in examples_of(split.train)}
+    assert not train & {tuple(ids.tolist()) for ids in examples_of(split.held_out)}
 
 
-def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
+def test_only_as_much_as_requested_is_read(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index}.txt").write_text("x" * 99)
     assert load(str(tmp_path), max_length=100, num_train=7, num_held_out=1).num_documents == 8
@@ -161,7 +161,7 @@ def test_only_as_much_is_read_as_is_asked_for(tmp_path: Path) -> None:
         ("latin.txt", b"caf\xe9 " * 30, r"latin\.txt is not UTF-8, byte 3; give"),
     ],
 )
-def test_a_file_that_will_not_do_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_an_unusable_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -191,10 +191,10 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(str(tmp_path / "secret.txt"), max_length=2)
 
 
-def test_windows_refuse_an_index_beyond_the_end() -> None:
+def test_examples_refuse_an_index_beyond_the_end() -> None:
     tokens = Tokens([np.arange(20, dtype=np.int32)], np.array([20]))
-    windows = Examples(tokens, tokens.blocks(10))
-    assert len(windows) == 2
-    assert windows[-1]["input_ids"].tolist() == list(range(10, 20))
+    split = Examples(tokens, tokens.blocks(10))
+    assert len(split) == 2
+    assert split[-1]["input_ids"].tolist() == list(range(10, 20))
     with pytest.raises(IndexError):
-        windows[2]
+        split[2]

@@ -1,4 +1,4 @@
-"""Which files of a folder are read and as what: nothing is learnt, or left out, without a word."""
+"""Which files of a folder are read, and as what: nothing is trained on or skipped silently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_records_are_read_without_what_is_about_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "chapter.md", "license_plates.txt", "train.json", "load.py"])
-def test_text_beside_records_is_refused(tmp_path: Path, name: str) -> None:
+def test_text_next_to_records_is_refused(tmp_path: Path, name: str) -> None:
     write_lines(tmp_path / "train.jsonl", {"text": "one"})
     (tmp_path / "README.md").write_text("about")
     (tmp_path / name).write_text("text")
@@ -129,7 +129,7 @@ def test_the_command_says_it(tmp_path: Path) -> None:
     assert "and other files (notes.txt)" in " ".join(result.output.split())
 
 
-def test_names_of_the_hub_are_told_apart_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_not_taken_for_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = "HuggingFaceH4/ultrachat_200k"
     with pytest.raises(ValueError) as refusal:

@@ -1,4 +1,4 @@
-"""Every kind of dataset: the examples it gives, and the words for what is wrong with it, by file and line."""
+"""Every kind of dataset gives the right examples, and errors name the file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets_made import HELLO, examples, learnt, opened, texts, write_lines
+from datasets_made import HELLO, examples, opened, texts, texts_with_loss, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer import CHAT, small_tokenizer
@@ -176,8 +176,8 @@ def test_a_repository_is_one_document(tmp_path: Path) -> None:
 def test_pieces_of_documents_predict_every_token_once(lengths: list[int], max_length: int, flips: list[bool]) -> None:
     ends = np.cumsum(lengths)
     stream = np.arange(ends[-1])
-    is_learnt = np.array(flips[: ends[-1]])
-    edges = np.flatnonzero(np.diff(is_learnt.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    has_loss = np.array(flips[: ends[-1]])
+    edges = np.flatnonzero(np.diff(has_loss.astype(int), prepend=0, append=0)).reshape(-1, 2)
     # Two arrays, so that some pieces lie in both.
     half = len(stream) // 2
     tokens = Tokens([stream[:half], stream[half:]], ends, edges)
@@ -187,11 +187,11 @@ def test_pieces_of_documents_predict_every_token_once(lengths: list[int], max_le
         assert 2 <= len(ids) <= max_length
         assert ids == list(range(ids[0], ids[-1] + 1))
         assert np.searchsorted(ends, ids[0], side="right") == np.searchsorted(ends, ids[-1], side="right")
-        assert labels == [i if is_learnt[i] else -100 for i in ids]
+        assert labels == [i if has_loss[i] else -100 for i in ids]
         assert any(label != -100 for label in labels[1:])
         predicted += [label for label in labels[1:] if label != -100]
     firsts = {0, *ends.tolist()}
-    assert predicted == [i for i in stream.tolist() if is_learnt[i] and i not in firsts]
+    assert predicted == [i for i in stream.tolist() if has_loss[i] and i not in firsts]
     assert windows.lengths == [len(ids) for ids, _ in examples(windows)]
 
 
@@ -202,7 +202,7 @@ def test_pieces_as_the_docstring_shows_them() -> None:
 def test_windows_of_conversations_without_a_loss_are_left_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "p" * 100, "completion": "c" * 20})
     split = opened(path, packing="windows", max_length=10)
-    # 121 tokens are 12 windows, of which those from 100 on are learnt.
+    # 121 tokens are 12 examples; tokens from 100 on have a loss.
     assert [ids[0] for ids, _ in examples(split.train)] == [ord("c")] * 2
     assert split.notes == ("10 examples without a token to predict left out",)
     # The pieces 9 apart: the one at 99 is the first with a token of the completion.
@@ -288,7 +288,7 @@ def test_the_lines_that_the_documentation_shows(tmp_path: Path) -> None:
         path.write_text(lines)
         split = opened(path, tokenizer=tokenizer, max_length=1000, packing="documents")
         assert split.num_documents == len(lines.splitlines())
-        found += [said for example in learnt(split, tokenizer) for said in example]
+        found += [said for example in texts_with_loss(split, tokenizer) for said in example]
     assert {"4<|stop|>\n", " Paris<|end|>", "The first document.<|end|>"} <= set(found)
 
 

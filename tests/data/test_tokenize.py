@@ -1,4 +1,4 @@
-"""`oomb tokenize`: the examples of the source, the same bytes after any kill, and nothing stale or broken is read."""
+"""`oomb tokenize` gives the source's examples and the same bytes after any kill, and reads nothing stale or broken."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
 
 def has_ended(process: psutil.Process) -> bool:
     try:
-        # In a container there may be nobody who buries it.
+        # In a container, zombies may never be reaped.
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
@@ -338,7 +338,9 @@ def test_a_broken_shard_is_written_again(tmp_path: Path, source: Path) -> None:
     assert total > 3 and files(output) == files(tmp_path / "whole")
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output, sync, calls = tmp_path / "tokens", os.fsync, []
 
     def full(descriptor: int) -> None:
@@ -388,7 +390,7 @@ def test_a_bad_line_is_named_by_any_number_of_processes(tmp_path: Path) -> None:
         (["--output", "texts/tokens"], "--output texts/tokens is inside the dataset"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_written(
+def test_wrong_options_are_refused_before_anything_is_written(
     tmp_path: Path, source: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,7 @@ REFUSED = "--tokenizer_name other is not the tokenizer of model, which would rea
 
 
 def other_tokenizer() -> Any:
-    """As large as the small one, with merges learnt from another text."""
+    """A tokenizer of the same size as the small one, with merges learned from another text."""
     other = small_tokenizer(text=Path(argparse.__file__).read_text())
     assert len(other) == len(small_tokenizer()) == 400
     return other

@@ -1,4 +1,4 @@
-"""Small datasets and what they give, for the tests of `oomb.data`."""
+"""Write small datasets and list the examples they give."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def opened(path: Path, **options: Any) -> Split:
     return open_dataset(str(path), **options)
 
 
-def examples(windows: Examples | None) -> list[tuple[list[int], list[int]]]:
-    found = [] if windows is None else [windows[i] for i in range(len(windows))]
+def examples(dataset: Examples | None) -> list[tuple[list[int], list[int]]]:
+    """Return (ids, labels) of every example."""
+    found = [] if dataset is None else [dataset[i] for i in range(len(dataset))]
     return [(example["input_ids"].tolist(), example["labels"].tolist()) for example in found]
 
 
@@ -39,8 +40,8 @@ def texts(split: Split) -> list[str]:
     return [bytes(i for i in ids if i < 256).decode() for ids, _ in examples(split.train)]
 
 
-def learnt(split: Split, tokenizer: Any) -> list[list[str]]:
-    """The texts that have a loss, of each example."""
+def texts_with_loss(split: Split, tokenizer: Any) -> list[list[str]]:
+    """Return the texts of each example that have a loss."""
     found = []
     for ids, labels in examples(split.train):
         assert all(label in (-100, i) for i, label in zip(ids, labels, strict=True))

@@ -1,4 +1,4 @@
-"""A tokenizer of letters."""
+"""Stand in for a tokenizer: one token per character."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Letters:
-    """A token for each character."""
+    """Tokenizer with one token per character."""
 
     def __call__(self, text: str, **kwargs: Any) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.tensor([[ord(c) % 97 for c in text]])}

@@ -1,4 +1,4 @@
-"""A tokenizer with merges and a chat template, made on the spot."""
+"""Make a small tokenizer with merges and a chat template."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _trained(text: str | None) -> str:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    # It trims the whitespace off the offsets of tokens, as the tokenizers of GPT-2, Llama 3 and Qwen do.
+    # Trims whitespace off token offsets, as the tokenizers of GPT-2, Llama 3 and Qwen do.
     bpe.post_processor = processors.ByteLevel(trim_offsets=True)
     trainer = trainers.BpeTrainer(
         vocab_size=400,
@@ -57,7 +57,13 @@ def _trained(text: str | None) -> str:
 
 
 def small_tokenizer(template: str | None = CHAT, *, first: str | None = None, text: str | None = None) -> Any:
-    """`first` is put before every text. `text` is what its merges are learnt from: others give other ids."""
+    """Return a tokenizer.
+
+    Args:
+        template: Chat template.
+        first: Token to put before every text.
+        text: Text to learn merges from; a different text gives different ids.
+    """
     from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -74,7 +80,7 @@ def small_tokenizer(template: str | None = CHAT, *, first: str | None = None, te
 
 
 def save_chats(number: int) -> None:
-    """A tiny model with this tokenizer as the folder `model`, and conversations of several lengths as `chats.jsonl`."""
+    """Save a tiny model with this tokenizer in `model`, and conversations of several lengths in `chats.jsonl`."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = small_tokenizer()
@@ -83,5 +89,5 @@ def save_chats(number: int) -> None:
     tokenizer.save_pretrained("model")
     with Path("chats.jsonl").open("w") as file:
         for index in range(number):
-            said = [("user", f"What is {index}?"), ("assistant", f"{index} is a number. " * (1 + index % 9))]
-            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}), file=file)
+            turns = [("user", f"What is {index}?"), ("assistant", f"{index} is a number. " * (1 + index % 9))]
+            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}), file=file)
