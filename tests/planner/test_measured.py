@@ -78,7 +78,7 @@ EIGHT_BITS = {
     ("curve_brim.json", "plan_check_full.json"): "which it is within {far:.0%} of; before, the plan had said "
     "{least_before:.0%} to {most_before:.0%} less",
     ("curve_host.json",): "by {least:.0%} to {most:.0%} with all pages on the host",
-    ("plan_check_24gib_1m.json",): "and by {most:.0%} on a GPU held to 24 GiB",
+    ("plan_check_24gib_1m.json",): "and by {most:.0%} on a GPU limited to 24 GiB",
 }
 """Whole steps with pages in 8 bits, and how docs/plan.md says how far off their times are."""
 

@@ -174,7 +174,7 @@ def test_the_tables_are_what_the_plan_says(here: Path, page: str, common: str, n
         assert tuple(figures) == planned(f"{common} {flags}"), flags
 
 
-@pytest.mark.parametrize(("page", "count"), [("howto_24gb", 4), ("howto_full", 1)])
+@pytest.mark.parametrize(("page", "count"), [("howto_24gb", 3), ("howto_full", 1), ("out_of_memory", 1)])
 def test_the_plans_shown_fit(here: Path, page: str, count: int) -> None:
     plans = [c for block in fences(DOCS / f"{page}.md", "bash") for c in commands(block) if c.startswith("oomb plan")]
     assert len(plans) == count
@@ -196,7 +196,7 @@ def test_figures_that_were_measured() -> None:
         (
             "plan_check_24gib_1m.json",
             1,
-            "{tokens} tokens, with [chosen pages](sparse.md) in [8 bits](limits.md#pages-in-8-bits), {gpu} GiB and "
+            "{tokens} tokens, with [selected pages](sparse.md) in [8 bits](limits.md#pages-in-8-bits), {gpu} GiB and "
             "{host} GiB ([plan_check_24gib_1m",
         ),
     ):
