@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 CONTEXTS = "2K,4K,8K,16K"
 TIMES = (" and takes about 5 minutes on two CPU cores", " (3 minutes)", " (2 minutes)")
-"""Of the whole demo and its parts, with default settings."""
+"""Durations of the demo and of its parts, with default settings."""
 
 
 @with_options("train", train_options("output_dir", "max_length", "max_steps", "device"))
 def demo(
     contexts: Annotated[
-        str, typer.Option("--contexts", help="Contexts to compare at.", rich_help_panel=DATA)
+        str, typer.Option("--contexts", help="Contexts to compare at, in tokens.", rich_help_panel=DATA)
     ] = CONTEXTS,
     chunk_size: Annotated[
         str, typer.Option("--chunk_size", help="Tokens per chunk in the comparison.", rich_help_panel=DATA)
@@ -123,7 +124,7 @@ def _progress(
         yield (
             None,
             lambda mode, context, found: console.print(
-                f"{mode} at {context:,} tokens: {_result(found)}", highlight=False, soft_wrap=True
+                f"{mode} at {context:,} tokens: {_result(found)}", highlight=False, markup=False, soft_wrap=True
             ),
         )
         return
@@ -148,7 +149,7 @@ def _progress(
             bar.update(shown, completed=done, total=total, result="")
 
     def on_result(mode: str, context: int, found: Measurement) -> None:
-        bar.update(task(mode, context), completed=1, total=1, result=_result(found))
+        bar.update(task(mode, context), completed=1, total=1, result=escape(_result(found)))
         bar.stop_task(task(mode, context))
 
     with bar:
@@ -167,5 +168,5 @@ def table(comparison: dict[str, Any]) -> Table:
     for name in COLUMNS:
         shown.add_column(name, justify="right")
     for cells in table_rows(read_rows(comparison)):
-        shown.add_row(*cells)
+        shown.add_row(*map(escape, cells))
     return shown

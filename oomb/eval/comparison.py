@@ -149,7 +149,7 @@ def predict_bytes(context: int, measured: Sequence[tuple[int, int]]) -> float | 
 def _reason_to_skip(mode: str, context: int, rows: Sequence[ContextResult], place: torch.device) -> str | None:
     earlier: list[tuple[int, Measurement]] = [(row.context, getattr(row, mode)) for row in rows]
     if earlier and earlier[-1][1].problem is not None:
-        return f"skipped: {earlier[-1][0]:,} tokens did not fit"
+        return f"skipped: no result at {earlier[-1][0]:,} tokens"
     measured = [(other, found.peak_bytes) for other, found in earlier if found.peak_bytes is not None]
     predicted = predict_bytes(context, measured)
     free = free_gpu_bytes(place)
@@ -241,8 +241,7 @@ def _measure(request: dict[str, Any], send: Callable[..., None]) -> Measurement:
 
 
 def _report_progress(step: EngineStep | StandardStep, engine: Engine, send: Callable[..., None]) -> None:
-    """Send progress of the first step: by chunk for oomb, by layer for standard training. Both compute everything twice
-    but for the last chunk."""
+    """Send progress: by chunk for oomb, by layer for standard training. Both compute the forward twice."""
     if isinstance(step, EngineStep):
         engine.progress = lambda phase, done, total: send(progress=(done + total * (phase == "gradient"), 2 * total))
         return

@@ -154,9 +154,10 @@ def test_the_comparison_is_a_table_with_its_conclusions(report: str) -> None:
     # Of the longest context that both modes were measured at.
     assert "At 8,192 tokens a step adds 208.0 MiB" in text and "3.7x less" in text
     assert "differ by 3.0e-07 at 8,192 tokens" in text and "float32 rounding" in text and "RSS" in text
+    # A wrong gradient at a shorter context is not hidden by a right one.
     wrong = compared()
-    wrong["rows"][2]["grad_difference"] = 0.5
-    assert "WRONG" in conclusions(wrong)[1]
+    wrong["rows"][0]["grad_difference"] = 0.5
+    assert "5.0e-01 at 2,048" in conclusions(wrong)[1] and "WRONG" in conclusions(wrong)[1]
     wrong["settings"]["device"] = "cuda:0"
     assert "GPU memory" in memory_meaning(wrong)
 

@@ -60,7 +60,7 @@ def test_what_would_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     # 256 MiB are free, but not with the safety factor.
     problems = [row.standard.problem for row in found.rows]
     assert problems[:2] == [None, None]
-    assert problems[2:] == ["skipped: needs about 0.25 GiB, 0.29 GiB free", "skipped: 256 tokens did not fit"]
+    assert problems[2:] == ["skipped: needs about 0.25 GiB, 0.29 GiB free", "skipped: no result at 256 tokens"]
     assert [row.grad_difference for row in found.rows] == [0.0, 0.0, None, None]
     assert all(row.oomb.problem is None for row in found.rows)
     assert asked.count(("standard", 256)) == asked.count(("standard", 512)) == 0

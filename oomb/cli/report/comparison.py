@@ -76,29 +76,31 @@ def charts(rows: list[Row]) -> list[Chart]:
 
 
 def conclusions(comparison: dict[str, Any]) -> list[str]:
-    """Return what the table shows at its longest context, in sentences: the memory, then the gradients."""
-    rows, sentences = read_rows(comparison), []
-    for row in reversed(rows):
-        standard, oomb = (row.steps[mode].num_bytes for mode in MODES)
-        if standard is not None and oomb is not None and min(standard, oomb) > 0:
-            ratio = standard / oomb
-            unit = _unit(rows)
-            sentences.append(
-                f"At {row.context:,} tokens a step adds {_size(standard, unit)} of memory with standard training and "
-                f"{_size(oomb, unit)} with oomb: {f'{ratio:.1f}x less' if ratio >= 1 else f'{1 / ratio:.1f}x more'}."
-            )
-            break
-    for row in reversed(rows):
-        if row.grad_difference is not None:
-            tolerance = number(dictionary(comparison.get("settings")).get("tolerance")) or 0.0
-            is_right = row.grad_difference <= tolerance
-            meaning = "the same up to float32 rounding" if is_right else "WRONG, do not trust them"
-            sentences.append(
-                f"The gradients differ by {row.grad_difference:.1e} at {row.context:,} tokens (relative error over all "
-                f"parameters): {meaning}."
-            )
-            break
+    """Return one sentence about memory and one about gradients, each at the longest context that has the numbers. If
+    gradients are wrong at any context, the second sentence is about that one."""
+    rows = read_rows(comparison)
+    tolerance = number(dictionary(comparison.get("settings")).get("tolerance")) or 0.0
+    sentences = [sentence for row in reversed(rows) if (sentence := _memory_sentence(row, _unit(rows)))][:1]
+    compared = [(row.context, row.grad_difference) for row in rows if row.grad_difference is not None]
+    wrong = [(context, difference) for context, difference in compared if not difference <= tolerance]
+    for context, difference in (wrong or compared)[-1:]:
+        meaning = "WRONG, do not trust them" if wrong else "the same up to float32 rounding"
+        sentences.append(
+            f"The gradients differ by {difference:.1e} at {context:,} tokens (relative error over all parameters): "
+            f"{meaning}."
+        )
     return sentences
+
+
+def _memory_sentence(row: Row, unit: str) -> str | None:
+    standard, oomb = (row.steps[mode].num_bytes for mode in MODES)
+    if standard is None or oomb is None or min(standard, oomb) <= 0:
+        return None
+    ratio = f"{standard / oomb:.1f}x less" if standard >= oomb else f"{oomb / standard:.1f}x more"
+    return (
+        f"At {row.context:,} tokens a step adds {_size(standard, unit)} of memory with standard training and "
+        f"{_size(oomb, unit)} with oomb: {ratio}."
+    )
 
 
 def memory_meaning(comparison: dict[str, Any]) -> str:
