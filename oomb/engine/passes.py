@@ -162,7 +162,7 @@ class ChunkedForward:
                     chunk_grads = [None if grad is None else grad[:, self.start : self.end] for grad in grads_BT]
                     dhidden = self.head.backward(hidden, self._targets(), chunk_grads, fused=self._is_fused())
                     if hidden.requires_grad:
-                        self.store.prefetch_backward(self.start, self._first_span_end(), kept=self.checkpoint_layers)
+                        self.store.prefetch_backward(self.start, self._first_span_end(), saved=self.checkpoint_layers)
                         # Autograd runs checkpointed layers again, and they call the model's attention.
                         with self.model.computing():
                             torch.autograd.backward(hidden, dhidden)
@@ -252,8 +252,8 @@ class ChunkedForward:
             torch.manual_seed(self.seed + self.index)
             rng_start = self._rng_checksum()
         ids = self.batch.ids[:, self.start : self.end].to(self.model.device, non_blocking=True)
-        kept_behind = self.checkpoint_layers if runs_backward_next else None
-        self.store.prefetch_forward(self.start, self._first_span_end(), kept=grad, kept_behind=kept_behind)
+        backward_saved = self.checkpoint_layers if runs_backward_next else None
+        self.store.prefetch_forward(self.start, self._first_span_end(), saved=grad, backward_saved=backward_saved)
         layer_calls = self.model.wrap_layers(compiled=self._is_fused(), checkpointed=grad and self.checkpoint_layers)
         with layer_calls, torch.set_grad_enabled(grad):
             hidden = self.model.hidden(ids, self.batch.positions(self.start, self.end, ids.device))

@@ -183,23 +183,23 @@ class PageStore:
                 dv[:, :, low - start : high - start] += future_dv
         return dk, dv
 
-    def prefetch_forward(self, start: int, end: int, kept: bool, *, kept_behind: bool | None = None) -> None:
+    def prefetch_forward(self, start: int, end: int, saved: bool, *, backward_saved: bool | None = None) -> None:
         """Start to prefetch for the forward of chunk [start, end).
 
         Args:
-            kept: Whether the forward will read saved attention outputs.
-            kept_behind: If given, the chunk's backward follows directly, and this is `kept` for it: its first loads
+            saved: Whether the forward will read saved attention outputs.
+            backward_saved: If given, the chunk's backward follows directly, and this is `saved` for it: its first loads
                 start before the forward ends.
         """
-        loads, name = self.schedule.forward(start, end, kept), None
-        if kept_behind is not None:
-            loads, name = chain(loads, self.schedule.backward(start, end, kept_behind)), (id(self), start)
+        loads, name = self.schedule.forward(start, end, saved), None
+        if backward_saved is not None:
+            loads, name = chain(loads, self.schedule.backward(start, end, backward_saved)), (id(self), start)
         self.tiers.prefetcher.expect(loads, name)
 
-    def prefetch_backward(self, start: int, end: int, kept: bool) -> None:
+    def prefetch_backward(self, start: int, end: int, saved: bool) -> None:
         """Start to prefetch for the backward of chunk [start, end), unless `prefetch_forward` has."""
         if not self.tiers.prefetcher.is_expecting((id(self), start)):
-            self.tiers.prefetcher.expect(self.schedule.backward(start, end, kept))
+            self.tiers.prefetcher.expect(self.schedule.backward(start, end, saved))
 
     def free_from(self, start: int) -> None:
         """Free the pages of the tokens from `start` on, once no chunk reads them any more."""

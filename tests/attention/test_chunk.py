@@ -43,7 +43,7 @@ MASKS = {
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
-    """q, k, v and the gradient of the output; scores of a few units, so that the softmax is far from uniform."""
+    """Make q, k, v and dout with scores of a few units, so that the softmax is far from uniform."""
     B, H, K, T, S, D, Dv = shape
     generator = torch.Generator().manual_seed(sum(shape))
     sizes = (B, H, T, D), (B, K, S, D), (B, K, S, Dv), (B, H, T, Dv)
@@ -60,7 +60,7 @@ def naive(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over all keys, written without regard for memory, differentiable by autograd."""
+    """Compute one softmax over all keys, differentiable by autograd."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.einsum("bhtd,bhsd->bhts", q, k) * scale
@@ -92,7 +92,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tile_elements", [None, 1, 100], ids=["one_tile", "tiles_of_a_row", "small_tiles"])
-def test_reference_is_the_naive_softmax(
+def test_reference_matches_the_naive_softmax(
     shape: tuple[int, ...], mask: dict[str, Any], tile_elements: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tile_elements is not None:
@@ -109,8 +109,8 @@ def test_reference_is_the_naive_softmax(
         assert_close(actual, expected)
 
 
-def test_reference_has_no_overflow() -> None:
-    """Scores of a thousand overflow exp() in any dtype unless the maximum is taken out."""
+def test_reference_does_not_overflow() -> None:
+    """Scores of a thousand overflow exp() in any dtype unless the maximum is subtracted."""
     q, k, v, dout = tensors((1, 2, 1, 6, 9, 8, 8))
     mask = {"scale": 1000.0, "causal": True}
     out, lse = reference.forward(q, k, v, **mask)
@@ -122,10 +122,10 @@ def test_reference_has_no_overflow() -> None:
 @pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [8, 16], [16]], ids=str)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_segments_merge_to_the_whole(cuts: list[int], softcap: float | None) -> None:
-    """Forward: parts merged by lse. Backward: each part with the merged output and lse gives its share."""
+    """Forward: merge parts by LSE. Backward: each part, given the merged output and LSE, yields its part."""
     q, k, v, dout = tensors((2, 6, 2, 7, 17 + 7, 8, 5))
     mask = {"scale": 0.5, "softcap": softcap}
-    # The past is wholly visible; the last 7 keys are the queries' own chunk.
+    # The whole past is visible; the last 7 keys are the queries' own chunk.
     bounds = [0, *cuts, 17, 24]
     parts = [(a, b, {**mask, "causal": b == 24}) for a, b in itertools.pairwise(bounds)]
     out, lse = None, None
@@ -146,7 +146,7 @@ def test_segments_merge_to_the_whole(cuts: list[int], softcap: float | None) -> 
 
 
 def test_merge_is_symmetric_and_keeps_a_dominant_part() -> None:
-    """A part with all of the mass comes through unchanged, even where the other's share underflows."""
+    """A part with all of the mass is unchanged, even if the weight of the other underflows."""
     shape = (1, 2, 3, 4)
     one, two = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     low, high = torch.full(shape[:3], -800.0).double(), torch.full(shape[:3], 800.0).double()
@@ -156,7 +156,7 @@ def test_merge_is_symmetric_and_keeps_a_dominant_part() -> None:
 
 
 class ListPast:
-    """A past in two segments of unequal size, and the gradients left in it."""
+    """A past in two segments of different sizes, with its gradients."""
 
     def __init__(self, k: Tensor, v: Tensor, later: tuple[Tensor, Tensor] | None, cut: int) -> None:
         self.k, self.v, self.later, self.cut = k, v, later, cut
@@ -184,7 +184,7 @@ class ListPast:
 def test_attend_splits_gradients_between_chunk_and_past(
     past_length: int, window: int | None, with_later: bool, with_sinks: bool
 ) -> None:
-    """A chunk of 7 after a past: the past gets its gradients, the chunk its own and what later chunks have left."""
+    """A chunk of 7 after a past: the past gets its gradients, the chunk its own plus those of later chunks."""
     T = 7
     q, k, v, dout = tensors((2, 6, 2, T, past_length + T, 8, 8))
     sinks = torch.randn(6, dtype=torch.float64) if with_sinks else None
@@ -196,7 +196,7 @@ def test_attend_splits_gradients_between_chunk_and_past(
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
     expected, expected_lse = naive(*leaves[:3], scale=0.4, causal=True, window=window)
     if sinks is not None:
-        # A sink is a key of its own score and a value of zero.
+        # A sink is a key with its own score and a value of zero.
         whole = torch.logaddexp(expected_lse, leaves[3].view(1, -1, 1))
         expected, expected_lse = expected * (expected_lse - whole).exp().unsqueeze(-1), whole
     expected_grads = torch.autograd.grad(expected, leaves, dout)
@@ -217,7 +217,7 @@ def test_attend_splits_gradients_between_chunk_and_past(
         assert_close(dsinks, expected_grads[3], 1e-11)
 
 
-def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False) -> backends.KernelRequest:
+def request(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False) -> backends.KernelRequest:
     return backends.KernelRequest(
         device=device, dtype=dtype, head_size=head_size, value_size=head_size, window=window, softcap=False
     )
@@ -226,7 +226,7 @@ def ask(dtype: torch.dtype, head_size: int, *, device: str, window: bool = False
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("groups", [1, 3, 7, 8])
-def test_cpu_kernel_is_the_reference(groups: int, mask: str, dtype: torch.dtype) -> None:
+def test_cpu_backend_matches_the_reference(groups: int, mask: str, dtype: torch.dtype) -> None:
     check_kernel(backends.CPU_FLASH, groups, MASKS[mask], dtype, "cpu", head_size=16)
 
 
@@ -235,8 +235,8 @@ def test_cpu_kernel_is_the_reference(groups: int, mask: str, dtype: torch.dtype)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("groups", [1, 3, 7, 8])
 @pytest.mark.parametrize("kernel", [backends.CUDNN, backends.FLASH], ids=lambda kernel: kernel.name)
-def test_gpu_kernel_is_the_reference(kernel: backends.Kernel, groups: int, mask: str, head_size: int) -> None:
-    missing = kernel.why_unsupported(ask(torch.bfloat16, head_size, device="cuda", window="window" in MASKS[mask]))
+def test_gpu_backends_match_the_reference(kernel: backends.Kernel, groups: int, mask: str, head_size: int) -> None:
+    missing = kernel.why_unsupported(request(torch.bfloat16, head_size, device="cuda", window="window" in MASKS[mask]))
     if missing is not None:
         pytest.skip(missing)
     check_kernel(kernel, groups, MASKS[mask], torch.bfloat16, "cuda", head_size=head_size)
@@ -245,9 +245,9 @@ def test_gpu_kernel_is_the_reference(kernel: backends.Kernel, groups: int, mask:
 def check_kernel(
     kernel: backends.Kernel, groups: int, mask: dict[str, Any], dtype: torch.dtype, device: str, head_size: int
 ) -> None:
-    """A kernel over one run of keys, with the output and lse of a softmax over that run and another one."""
+    """Check a backend on one block of keys, given output and LSE of a softmax over that block and another one."""
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    # A bottom-right causal mask over more keys than queries is asked of a kernel only together with a window.
+    # Only windowed calls have a bottom-right causal mask over more keys than queries.
     T = 67
     S = T if mask["causal"] and "window" not in mask else 131
     q, k, v, dout = tensors((2, 2 * groups, 2, T, S, head_size, head_size), dtype, device)
@@ -268,8 +268,8 @@ def check_kernel(
         assert_close(actual, reference_share, 3 * tolerance)
 
 
-def test_a_named_kernel_is_used_or_refused() -> None:
-    here = ask(torch.float32, 16, device="cpu")
+def test_a_named_backend_is_used_or_refused() -> None:
+    here = request(torch.float32, 16, device="cpu")
     assert backends.choose("torch", here) is backends.TORCH
     with pytest.raises(ValueError, match=r"(?s)cudnn.*auto"):
         backends.choose("cudnn", here)

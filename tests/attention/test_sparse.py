@@ -1,4 +1,4 @@
-"""Training with chosen pages: its gradients against whole-sequence autograd under the mask that the choices are."""
+"""Compare gradients of training with selected pages with autograd under the mask that the selections define."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oomb.planner import placement
 CHUNK, PAGE, TILE = 16, 8, 8
 TOLERANCE = 1e-10
 Choices = dict[tuple[int, int], Tensor]
-"""By layer and start of the chunk."""
+"""Selections by layer and start of the chunk."""
 _seen: dict[int, Tensor] = {}
 
 
@@ -31,14 +31,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
-    """What was chosen, as it is."""
+    """Record selections while training."""
     found: Choices = {}
-    remember = SparseLayerPast.set_selection
+    set_selection = SparseLayerPast.set_selection
 
     def spy(past: SparseLayerPast, selected_BNC: Tensor, reads_in_place: bool) -> None:
-        assert (past.layer, past.length) not in found, "chosen twice"
+        assert (past.layer, past.length) not in found, "selected twice"
         found[past.layer, past.length] = selected_BNC.clone()
-        remember(past, selected_BNC, reads_in_place)
+        set_selection(past, selected_BNC, reads_in_place)
 
     monkeypatch.setattr(SparseLayerPast, "set_selection", spy)
     return found
@@ -49,7 +49,7 @@ def sparse_engine(model: Any, budget: int, **config: Any) -> oomb.Engine:
 
 
 def seen_keys(choices: Choices, B: int, T: int, chunk: int = CHUNK) -> dict[int, Tensor]:
-    """[B, T, T] by layer: the own chunk and the chosen pages."""
+    """Return the mask [B, T, T] of each layer: the own chunk and the selected pages."""
     chunk_of = torch.arange(T) // chunk
     own = chunk_of[:, None] == chunk_of[None, :]
     found = {layer: own.expand(B, T, T).clone() for layer, _ in choices}
@@ -105,7 +105,7 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", PLACES, ids=str)
 @pytest.mark.parametrize("budget", [1, 3])
-def test_gradients_are_those_of_the_mask(choices: Choices, budget: int, config: dict[str, Any]) -> None:
+def test_gradients_match_the_mask(choices: Choices, budget: int, config: dict[str, Any]) -> None:
     check(build("llama"), random_ids(2, 101), choices, budget, **config)
 
 
@@ -122,20 +122,20 @@ def test_odd_lengths(choices: Choices, length: int) -> None:
     check(build("llama"), ids, choices, 2)
 
 
-def test_a_budget_that_covers_everything_is_dense() -> None:
-    model, ids = build("llama"), random_ids(2, 101)
+def assert_dense(model: Any, ids: Tensor, budget: int) -> None:
+    """Check that training with this budget equals dense training."""
     expected_loss, expected = whole_gradients(model, ids)
-    loss = sparse_engine(model, 100).loss(ids)
+    loss = sparse_engine(model, budget).loss(ids)
     assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
     assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
+
+
+def test_a_budget_that_covers_everything_is_dense() -> None:
+    assert_dense(build("llama"), random_ids(2, 101), 100)
 
 
 def test_windows_are_not_affected() -> None:
-    model, ids = build("mistral_sliding"), random_ids(1, 90)
-    expected_loss, expected = whole_gradients(model, ids)
-    loss = sparse_engine(model, 1).loss(ids)
-    assert relative_error(loss.detach(), expected_loss) <= TOLERANCE
-    assert_same_gradients(backward_gradients(model, loss), expected, TOLERANCE)
+    assert_dense(build("mistral_sliding"), random_ids(1, 90), 1)
 
 
 def test_lora(choices: Choices) -> None:
@@ -151,7 +151,7 @@ def test_two_calls_alive_at_once() -> None:
         assert_same_gradients(backward_gradients(model, loss), one, 1e-12)
 
 
-def test_evaluation_chooses_as_training_does() -> None:
+def test_evaluation_selects_like_training() -> None:
     model, ids = build("llama"), random_ids(2, 90)
     engine = sparse_engine(model, 2)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_evaluation_chooses_as_training_does() -> None:
     torch.testing.assert_close(scored, engine.logprobs(ids).detach(), rtol=0, atol=0)
 
 
-def test_the_first_page_is_always_read(choices: Choices) -> None:
+def test_the_first_page_is_always_selected(choices: Choices) -> None:
     sparse_engine(build("llama"), 2).loss(random_ids(1, 101))
     assert all((chosen == 0).any(-1).all() for chosen in choices.values())
     choices.clear()
@@ -178,7 +178,7 @@ def test_chunks_are_whole_pages() -> None:
         oomb.Config(page_budget=8, chunk_size=1000)
 
 
-def test_tables_that_do_not_fit_are_refused_like_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_that_do_not_fit_raise_out_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     engine = sparse_engine(model, 2)
 
@@ -194,8 +194,8 @@ def test_tables_that_do_not_fit_are_refused_like_pages(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["kv", "grad"])
-def test_page_movers_are_told_of_flags_in_whole_numbers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Summaries may be 8-bit floats, which kernels cannot compare."""
+def test_flags_are_integers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page means may be 8-bit floats, which kernels cannot compare."""
     flags = []
     past = SparseLayerPast.pages
 

@@ -1,6 +1,8 @@
-"""The way of a GPU on a CPU: attention follows addresses, and pages are moved by what the kernels are told, all of it
-in plain PyTorch. `streams.Watch` sees what is touched, `streams.LateCopies` can put it off, and the results are bit for
-bit those of the plain path. And how much GPU memory puts how many pages there."""
+"""Emulate a GPU's page kernels and copy engines in plain PyTorch, by address, with the arguments of the kernels.
+
+`streams.Watch` sees which bytes they touch, `streams.LateCopies` can delay them, and the results equal those of the
+plain path bit for bit. `memory_for` tells how much GPU memory holds a given number of pages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from oomb.ops.triton_kernels import page_copy
 
 
 def follow(patch: pytest.MonkeyPatch) -> None:
-    """From here on engines go the way of a GPU."""
+    """Make engines use the emulated kernels from here on."""
     memory = Memory()
     init = SelectedPages.__init__
 
@@ -48,7 +50,7 @@ def follow(patch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """Called as Triton's are: kernel[grid](...)."""
+    """A function called like a Triton kernel: kernel[grid](...)."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -58,7 +60,7 @@ class Kernel:
 
 
 class Memory:
-    """Slabs and buffers by address, and the kernels that need no more than that."""
+    """Slabs and buffers by address, and the emulated kernels."""
 
     tiers: Tiers
 
@@ -69,7 +71,7 @@ class Memory:
             first = address - memory.data_ptr()
             if first >= 0 and first + num_bytes <= memory.nbytes:
                 return memory[first : first + num_bytes]
-        raise AssertionError(f"nothing of ours lies at {address}")
+        raise AssertionError(f"no slab or buffer at address {address}")
 
     def page(self, pages: PageView, number: int) -> Tensor:
         size, dtype = pages.page_size * pages.row_size, pages.base.dtype
@@ -77,7 +79,7 @@ class Memory:
         return self.at(address, size * dtype.itemsize).view(dtype)
 
     def gather(self, pages: PageView, selected_BNC: Tensor) -> tuple[PageView, list[int]]:
-        """The chosen pages side by side, and which they are."""
+        """Return the selected pages side by side, and their numbers."""
         numbers = selected_BNC.unique().tolist()
         base = torch.stack([self.page(pages, number) for number in numbers])
         offsets = torch.zeros_like(pages.offsets_P)
@@ -90,7 +92,7 @@ class Memory:
     def launch_dq(
         self, dout: Tensor, q: Tensor, pages: PageView, selected_BNC: Tensor, *rest: Tensor, **settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gives the gradients of K and V in the place of delta, which only `launch_dkv` reads."""
+        """Return the gradients of K and V instead of delta, which only `launch_dkv` reads."""
         return sparse_reference.backward(dout, q, self.gather(pages, selected_BNC)[0], selected_BNC, *rest, **settings)
 
     def launch_dkv(
@@ -160,7 +162,7 @@ class Memory:
 
 
 def memory_for(model: Any, length: int, kv_pages: int | None, grad_pages: int | None = 0, **config: Any) -> int:
-    """Bytes of `gpu_memory` for so many pages on the GPU (None: all). Gradients come after all of K and V."""
+    """Return the `gpu_memory` for this many pages on the GPU (None: all). Gradients come after all of K and V."""
     config = {**config, "gpu_memory": 0, "keep_attention": False}
     placement = engine_for(model, **config).reserve(1, length)
     num_pages = placement.capacity // config["page_size"]

@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 def go_the_way_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """If need be in the interpreter."""
+    """Make engines use the page kernels, in the interpreter if there is no GPU."""
     patch.setattr(placement, "TILE_SIZE", 16)
     if ON_GPU:
         return

@@ -1,4 +1,4 @@
-"""Runs whose copies and computation are put off at random."""
+"""Delay copies and computation at random."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH, CHUNK_SIZE = 140, 16
 
 
 def results(model: Any, engine: oomb.Engine, length: int = LENGTH) -> list[Tensor]:
-    """Losses and gradients of two texts, whose passes are interleaved."""
+    """Return losses and gradients of two texts whose passes are interleaved."""
     model.zero_grad()
     losses = [engine.loss(random_ids(1, n, seed=n)) for n in (length, length // 2)]
     for loss in losses:
@@ -49,7 +49,7 @@ def delay_copies(tiers: Tiers, patch: pytest.MonkeyPatch, *, loads: int, stores:
 
 
 def delay_computation(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: int | None = None) -> None:
-    """Before it uses a loaded buffer, fills one with a chunk's K and V, or adds to gradients."""
+    """Delay the computation before it uses a loaded buffer, stores K and V, or adds to gradients."""
     draw = random.Random(seed)
 
     def sleep() -> None:

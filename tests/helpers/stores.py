@@ -1,4 +1,4 @@
-"""Page stores as several tests make them: tiny rows that need padding, and what is put into them."""
+"""Make small page stores whose rows need padding, and fill them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from oomb.memory.tiers import Tiers
 
 CPU = torch.device("cpu")
 B, K, H, D, V = 2, 3, 6, 5, 4
-"""Sequences, key/value heads, query heads, sizes of keys and of values: rows need padding."""
+"""Batch size, key/value heads, query heads, key and value size. Rows need padding."""
 CHUNK = 7
 PLACEMENTS = (1000, 0, 13, 16, 24)
-"""Tokens on the GPU of 35: all, none, and edges inside a segment and inside a page."""
+"""How many of 35 tokens are on the GPU: all, none, and edges inside a segment and inside a page."""
 
 
 def layer_spec(
@@ -50,7 +50,7 @@ def make_store(
 
 
 def fill(store: PageStore) -> dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Chunk by chunk, layer by layer, with one chunk more than has pages. Returns K, V, outputs and lses by layer."""
+    """Fill a store chunk by chunk, with one chunk more than has pages. Return K, V, outputs and LSEs by layer."""
     filled = {}
     length = store.capacity + CHUNK
     for layer, spec in store.layers.items():
@@ -67,5 +67,5 @@ def fill(store: PageStore) -> dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 
 def keys(store: PageStore, end: int) -> Tensor:
-    """K of the first layer. A segment is valid until the next is asked for."""
+    """Return K of layer 0. A segment is valid until the next is requested."""
     return torch.cat([k.clone() for _, k, _ in store.segments(0, 0, end)], 2)

@@ -1,8 +1,8 @@
-"""What stands for a GPU's streams on a CPU, and each of the waits between them taken away.
+"""Emulate a GPU's streams on a CPU, detect races, and remove each of the waits between streams.
 
-`LateCopies` puts every copy off until somebody waits for it. `Clocks` keeps vector clocks for the computation and both
-copy streams, watches every access to slabs and buffers, and reports those that nothing orders: this finds missing waits
-of every kind, also those that only a late computation would show.
+`LateCopies` delays every copy until somebody waits for it. `Clocks` keeps vector clocks for the computation and both
+copy streams, watches every access to slabs and buffers, and reports unordered ones. That finds every kind of missing
+wait, even those that only a late computation would show.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(eq=False)
 class LateCopy:
-    """A copy that has been asked for. It is its own event."""
+    """A copy that has not run yet. It is its own event."""
 
     queue: deque[LateCopy]
     work: Work
@@ -38,7 +38,7 @@ class LateCopy:
 
 
 class LateCopies(CopyStreams):
-    """Runs copies as late as it may: when somebody waits for them, in the order of their stream."""
+    """Runs copies as late as possible: when somebody waits for them, in stream order."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -85,20 +85,20 @@ COMPUTE, LOADS, STORES = range(3)
 
 
 class Clocks(CopyStreams):
-    """Runs copies at once, and notes who knows of whom: an access is a race if another stream has touched the bytes
-    before (one of the two writing) and no chain of events leads from there to here.
+    """Runs copies at once and detects races with vector clocks.
 
-    clocks[a, b] is how far stream b has come for all that stream a knows; an event is what its stream knew.
+    An access is a race if another stream touched the same bytes, one of the two writing, and no chain of events orders
+    them. clocks[a, b] is how far stream a knows stream b to be; an event is a copy of its stream's row.
     """
 
     def __init__(self) -> None:
         super().__init__(CPU)
         self.clocks = np.eye(3, dtype=np.int64)
         self.seen: dict[int, tuple[Any, np.ndarray]] = {}
-        """By address of a slab: its storage, and when its bytes were last [read, written] by each stream."""
+        """By address of a slab: its storage, and when each stream last [read, wrote] its bytes."""
         self.races: list[str] = []
         self.who = COMPUTE
-        """Whose work is done now."""
+        """The stream whose work is running."""
         self.is_copying = False
 
     def load(self, work: Work, after: Any = ()) -> Event:
@@ -114,7 +114,7 @@ class Clocks(CopyStreams):
         self._learn(COMPUTE, event)
 
     def finish(self, event: Event) -> None:
-        # What is asked of a stream after this comes after it.
+        # Everything that is launched on any stream from now on comes after the event.
         for who in (COMPUTE, LOADS, STORES):
             self._learn(who, event)
 
@@ -170,7 +170,7 @@ class Clocks(CopyStreams):
 
 
 class Watch(TorchDispatchMode):
-    """Tells `clocks` what is read and written by the computation, or by what stands for kernels of other streams."""
+    """Reports to `clocks` what the computation and the emulated kernels of other streams read and write."""
 
     def __init__(self, clocks: Clocks) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 def mutation(function: Mutation) -> Mutation:
-    """Takes one of the waits away."""
+    """Register a function that removes one of the waits."""
     MUTATIONS[function.__name__] = function
     return function
 

@@ -1,4 +1,4 @@
-"""Training steps with pages in given tiers."""
+"""Run training steps with pages in given tiers, and compare them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Step = tuple[Tensor, dict[str, Tensor | None]]
 
 
 def train(model: Any, engine: oomb.Engine, num_steps: int = 3, length: int = LENGTH) -> list[Step]:
-    """Losses and gradients of steps of SGD on different texts."""
+    """Return losses and gradients of SGD steps on different texts."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     steps = []
     for seed in range(num_steps):
@@ -38,7 +38,7 @@ def assert_nothing_is_held(engine: oomb.Engine) -> None:
 
 
 def assert_equal(actual: list[Step], expected: list[Step], what: object = "") -> None:
-    """Bit for bit."""
+    """Check that two trajectories are equal bit for bit."""
     for index, ((loss, gradients), (expected_loss, expected_gradients)) in enumerate(
         zip(actual, expected, strict=True)
     ):

@@ -1,4 +1,4 @@
-"""Many copies in one call: what the driver is told, and on a GPU that the bytes arrive."""
+"""Check batch copies: the arguments of the driver call, and on a GPU that the bytes arrive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbers(pointer: ctypes.c_void_p, count: int) -> list[int]:
 
 @pytest.mark.parametrize("reports_failed", [False, True])
 @pytest.mark.parametrize("code", [0, 1])
-def test_what_the_driver_is_told(reports_failed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_arguments(reports_failed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def function(targets: Any, sources: Any, sizes: Any, count: Any, *rest: Any) -> int:
@@ -40,7 +40,7 @@ def test_what_the_driver_is_told(reports_failed: bool, code: int, monkeypatch: p
     assert len(calls) == 1, "nothing is asked for where there is nothing to copy"
 
 
-def test_the_attributes_are_laid_out_as_in_cuda_h() -> None:
+def test_attributes_have_the_layout_of_cuda_h() -> None:
     assert ctypes.sizeof(batch_copy.Attributes) == 24 and batch_copy.Attributes.flags.offset == 20
 
 
@@ -70,7 +70,7 @@ def test_bytes_arrive() -> None:
     stream.synchronize()
     assert torch.equal(here.cpu(), pages[order])
     before = pages.clone()
-    # In the order of the stream: they are changed before they are copied.
+    # Stream order: the sources are changed before they are copied.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)

@@ -1,4 +1,4 @@
-"""Who owns which page: pools, columns and intervals against naive models, and whole stores coming and going."""
+"""Check page bookkeeping: pools, page tables and intervals against naive models, and stores that share tiers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POOL_STEPS = st.lists(
 
 
 class NaivePool:
-    """The same as sets of numbers."""
+    """A pool written with sets."""
 
     def __init__(self) -> None:
         self.slabs: list[range] = []
@@ -56,7 +56,7 @@ class NaivePool:
 
 @given(POOL_STEPS)
 @settings(max_examples=300)
-def test_a_pool_loses_no_page_and_hands_none_out_twice(steps: list[tuple[Any, ...]]) -> None:
+def test_a_pool_neither_loses_nor_duplicates_pages(steps: list[tuple[Any, ...]]) -> None:
     pool, naive, runs = PagePool(), NaivePool(), []
     for name, *numbers in steps:
         before = copy.deepcopy(vars(pool))
@@ -102,7 +102,7 @@ def test_a_pool_loses_no_page_and_hands_none_out_twice(steps: list[tuple[Any, ..
         assert first in {other.start for other in naive.slabs if len(other) == count}, "free runs did not merge"
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_docstring_example() -> None:
     pool = PagePool()
     pool.grow(10)
     assert pool.take(4) == [(0, 4)] and pool.take(3) == [(4, 3)]
@@ -114,15 +114,15 @@ RANGES = st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda x: (x[0], x
 
 
 @given(st.lists(RANGES, max_size=12), RANGES)
-def test_intervals_are_a_set_of_numbers(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
+def test_intervals_are_a_set(added: list[tuple[int, int]], queried: tuple[int, int]) -> None:
     intervals, numbers = IntervalSet(), set[int]()
     for low, high in added:
         intervals.add(low, high)
         numbers.update(range(low, high))
-    window = set(range(*asked))
+    window = set(range(*queried))
     for found, expected in (
-        (intervals.within(*asked), window & numbers),
-        (intervals.missing(*asked), window - numbers),
+        (intervals.within(*queried), window & numbers),
+        (intervals.missing(*queried), window - numbers),
     ):
         assert [n for low, high in found for n in range(low, high)] == sorted(expected)
         assert all(low < high for low, high in found)
@@ -135,10 +135,10 @@ def test_intervals_are_a_set_of_numbers(added: list[tuple[int, int]], asked: tup
     RANGES,
     st.integers(0, 30),
 )
-def test_a_column_is_a_list_of_pages(
-    parts: list[tuple[int, bool, int, str]], random: Any, asked: tuple[int, int], cut: int
+def test_a_table_is_a_list_of_pages(
+    parts: list[tuple[int, bool, int, str]], random: Any, queried: tuple[int, int], cut: int
 ) -> None:
-    """Runs added in any order; some continue one another, in the pool or in the column or in both."""
+    """Add runs in any order, some of them consecutive in the pool, in the table or in both."""
     runs, at, pages = [], 0, {}
     for count, follows, gap, tier in parts:
         first = runs[-1].first + runs[-1].count if follows and runs else 50 + 10 * len(runs)
@@ -146,24 +146,24 @@ def test_a_column_is_a_list_of_pages(
         runs.append(PageRun(tier, first, count, at))
         pages.update({at + i: (tier, first + i) for i in range(count)})
         at += count
-    column = PageTable()
+    table = PageTable()
     random.shuffle(runs)
     for run in runs:
-        column.add(run)
+        table.add(run)
 
     def listed(runs: list[PageRun]) -> list[tuple[int, tuple[str, int]]]:
         return [(run.at + i, (run.tier, run.first + i)) for run in runs for i in range(run.count)]
 
-    pieces = list(column.pieces(*asked))
-    assert listed(pieces) == [(i, pages[i]) for i in range(*asked) if i in pages]
+    pieces = list(table.pieces(*queried))
+    assert listed(pieces) == [(i, pages[i]) for i in range(*queried) if i in pages]
     for a, b in itertools.pairwise(pieces):
         assert (a.tier, a.first + a.count, a.at + a.count) != (b.tier, b.first, b.at), "one run would do"
-    gaps = list(column.missing(*asked))
-    assert [i for low, high in gaps for i in range(low, high)] == [i for i in range(*asked) if i not in pages]
+    gaps = list(table.missing(*queried))
+    assert [i for low, high in gaps for i in range(low, high)] == [i for i in range(*queried) if i not in pages]
     assert all(low < high for low, high in gaps)
-    gone = column.free_from(cut)
+    gone = table.free_from(cut)
     assert listed(gone) == sorted((i, page) for i, page in pages.items() if i >= cut)
-    assert listed(column.runs) == sorted((i, page) for i, page in pages.items() if i < cut)
+    assert listed(table.runs) == sorted((i, page) for i, page in pages.items() if i < cut)
 
 
 def spec(num_heads: int, grad_dtype: torch.dtype = torch.float32) -> LayerRows:
@@ -177,13 +177,13 @@ def spec(num_heads: int, grad_dtype: torch.dtype = torch.float32) -> LayerRows:
 
 
 class Tracked:
-    """A store, and what must be in it."""
+    """A store with its expected content."""
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
         self.num_filled = 0
         self.end = store.capacity
-        """Tokens from here on were cut."""
+        """Tokens from here on were freed."""
         heads = store.layers[0].kv.fields[0][2][1]
         self.k = torch.zeros(len(store.layers), 1, heads, store.capacity, 2)
         self.grad = torch.zeros_like(self.k)
@@ -203,7 +203,7 @@ OPENED = {
 
 
 class StoresComeAndGo(RuleBasedStateMachine):
-    """Stores of all kinds share one `Tiers`: opened, filled, cut, closed, forgotten, and refused."""
+    """Stores of all kinds that share one `Tiers`: opened, filled, freed in part, closed, dropped and refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
         return self.live[index % len(self.live)]
 
     def numbers(self, *shape: int) -> Tensor:
-        """Small whole numbers, never the same tensor twice: sums of them are exact."""
+        """Return small integers, never the same tensor twice; their sums are exact."""
         self.value += 1
         return self.value + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
@@ -232,7 +232,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
 
     @rule(**OPENED, num_slabs=st.integers(0, 3))
     def open_where_memory_is_refused(self, num_slabs: int, **drawn: Any) -> None:
-        """After `num_slabs` slabs the system hands out no more."""
+        """Refuse to allocate more than `num_slabs` slabs."""
         before = self.pages_in_use(), self.promised()
         num_made = itertools.count()
 
@@ -251,8 +251,8 @@ class StoresComeAndGo(RuleBasedStateMachine):
             try:
                 self.open(**drawn)
             except OutOfPages:
-                # Already here, where the error still holds on to what was begun.
-                assert (self.pages_in_use(), self.promised()) == before, "a refusal leaves what was there before"
+                # Already here, while the error still references the unfinished store.
+                assert (self.pages_in_use(), self.promised()) == before, "a refusal changes nothing"
                 self.every_page_has_one_owner()
                 self.promises_can_be_kept()
 
@@ -313,8 +313,8 @@ class StoresComeAndGo(RuleBasedStateMachine):
         tracked.end = min(tracked.end, chunk * tracked.store.chunk_size)
         tracked.store.free_from(tracked.end)
         num_pages = -(-tracked.end // tracked.store.page_size)
-        for _, column in tracked.store.pages.lease.tables.values():
-            assert not list(column.pieces(num_pages, tracked.store.pages.num_pages))
+        for _, table in tracked.store.pages.lease.tables.values():
+            assert not list(table.pieces(num_pages, tracked.store.pages.num_pages))
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 9))
@@ -339,14 +339,14 @@ class StoresComeAndGo(RuleBasedStateMachine):
         return [*(tracked.store.pages.lease for tracked in self.live), *self.tiers.orphaned]
 
     def promised(self) -> Counter[tuple[str, int]]:
-        """To sequences that live."""
+        """Return the pages promised to live sequences."""
         return sum((+tracked.store.pages.lease.promised for tracked in self.live), start=Counter())
 
     def pages_in_use(self) -> dict[tuple[str, int], list[int]]:
         found: dict[tuple[str, int], list[int]] = {}
         for tracked in self.live:
-            for page_bytes, column in tracked.store.pages.lease.tables.values():
-                for run in column.runs:
+            for page_bytes, table in tracked.store.pages.lease.tables.values():
+                for run in table.runs:
                     found.setdefault((run.tier, page_bytes), []).extend(range(run.first, run.first + run.count))
         return found
 
@@ -354,8 +354,8 @@ class StoresComeAndGo(RuleBasedStateMachine):
     def every_page_has_one_owner(self) -> None:
         owned: Counter[tuple[str, int, int]] = Counter()
         for holding in self.holdings():
-            for page_bytes, column in holding.tables.values():
-                for run in column.runs:
+            for page_bytes, table in holding.tables.values():
+                for run in table.runs:
                     owned.update((run.tier, page_bytes, run.first + i) for i in range(run.count))
         assert all(count == 1 for count in owned.values())
         per_arena = Counter((tier, page_bytes) for tier, page_bytes, _ in owned)

@@ -1,4 +1,4 @@
-"""Copies beside the computation: whatever runs late, the result is the same; and without one of the waits it is not."""
+"""Check the order of copies and computation: delays do not change the result, but removing any wait does."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CONFIGS: list[dict[str, Any]] = [
     {"keep_attention": True, "checkpoint_layers": False, "gpu_memory": 10_000},
 ]
 MODELS = [("llama", 1), ("llama", 3), ("mistral_sliding", 2)]
-"""With one layer a load soon follows the store of its pages; with three, more stores than buffers are on their way."""
+"""With one layer, a load soon follows the store of its pages; with three, more stores than buffers are in flight."""
 
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two chunks, so that more of them are on their way than there are buffers."""
+    """Segments of two chunks, so that more of them are in flight than there are buffers."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", 2 * CHUNK_SIZE)
 
 
@@ -144,8 +144,8 @@ def forget_without_waiting(self: Prefetcher) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence is closed while its pages are being loaded; another one gets them and stores into them."""
+def test_pages_in_flight_are_not_overwritten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close a sequence while its pages are loading; another sequence gets them and stores to them."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     if not waits:
         monkeypatch.setattr(Prefetcher, "forget", forget_without_waiting)
@@ -155,7 +155,7 @@ def test_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest
         for _ in range(2):
             store = make_store(tiers, layers={0: layer_spec()})
             k, *_ = fill(store)[0]
-            store.prefetch_forward(store.capacity, store.capacity + CHUNK, kept=False)
+            store.prefetch_forward(store.capacity, store.capacity + CHUNK, saved=False)
             assert tiers.prefetcher._issued
             store.close()
         found = make_store(tiers, layers={0: layer_spec()})
@@ -165,15 +165,15 @@ def test_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest
     assert waits or "a store writes what a load may still touch" in clocks.races
 
 
-def test_a_dropped_forecast_does_not_spoil_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for is not what was expected, again and again, with copies as late as they may be."""
+def test_a_dropped_forecast_does_not_break_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take something other than the forecast again and again, with copies as late as possible."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     tiers = Tiers(CPU)
     tiers.streams = tiers.prefetcher.streams = LateCopies()
     store = make_store(tiers)
     filled = fill(store)
     for start in range(0, store.capacity + 1, CHUNK):
-        store.prefetch_forward(start, start + CHUNK, kept=False)
+        store.prefetch_forward(start, start + CHUNK, saved=False)
         for layer in (3, 0):  # the other way round
             at = 0
             for at, k, v in store.segments(layer, 0, start):

@@ -1,8 +1,6 @@
-"""Chosen pages beside the computation: whatever runs late, the result is the same, and every access is ordered; without
-one of the waits it is not.
+"""Check the order of copies of selected pages and computation: delays do not change the result, removing any wait does.
 
-Both ways are tried: pages copied one by one, as on a CPU, and pages that kernels find and move by themselves, as on a
-GPU (`followed`)."""
+Pages are copied one by one, as on a CPU, or moved by kernels and copy engines, as on a GPU (`followed`)."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("qwen2_sliding", {"sliding_window": 30}),
     "capped windows": ("gemma2", {"sliding_window": 30}),
 }
-"""With one layer a load soon follows the store of its pages; with five, more stores than buffers are on their way.
-Between two layers with a window one chooses pages; soft-capped scores no kernel has, so there it does not follow."""
+"""With one layer, a load soon follows the store of its pages; with five, more stores than buffers are in flight. In
+"windows" a sparse layer is between two windowed ones; "capped windows" cannot use kernels, so it does not follow."""
 PLACES: dict[str, tuple[int | None, int | None]] = {
     "host": (0, 0),
     "split": (5, 0),
@@ -97,7 +95,7 @@ results = functools.partial(interleaved, length=LENGTH)
 
 @functools.lru_cache
 def expected_results(name: str) -> list[Tensor]:
-    """With all pages on the GPU, the plain way."""
+    """Return the results with all pages on the GPU and without kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "TILE_SIZE", 8)
         model = copy.deepcopy(tiny(name))
@@ -114,7 +112,7 @@ CASES = [
     ("windows", "split", 0),
     ("windows", "gradients split", 2),
 ]
-"""Model, where pages lie, and what is kept."""
+"""Model, placement of pages, and what is saved."""
 
 
 @pytest.mark.parametrize(("name", "place", "kept"), CASES)
@@ -149,7 +147,7 @@ IN_EIGHT_BITS = {"kv_dtype": "int8", "grad_dtype": "int8"}
 
 @pytest.mark.parametrize(("place", "kept"), [("host", 0), ("host", 3), ("split", 3), ("gpu", 0)])
 def test_pages_in_eight_bits(way: str, place: str, kept: int) -> None:
-    """They go through buffers wherever they lie, and gradients back by the stream that stores."""
+    """8-bit pages pass through buffers in either tier, and the store stream writes gradients back."""
     name, reference = "three layers", {}
     for copier in (None, LateCopies(), Clocks()):
         model = copy.deepcopy(tiny(name))
@@ -164,7 +162,7 @@ def test_pages_in_eight_bits(way: str, place: str, kept: int) -> None:
 
 
 def loads_without(index: int) -> Mutation:
-    """Loads of chosen pages do not wait for one of the two: the store of their pages, and the choice."""
+    """Remove one of the waits of a load of selected pages: for the store of its pages, or for the selection."""
 
     def mutate(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
         load = SelectedIO.load
@@ -209,7 +207,7 @@ def computation_ignores_started_load(tiers: Tiers, patch: pytest.MonkeyPatch) ->
 
 WAITS: dict[str, tuple[Mutation, str, str]] = {
     "load for store of its pages": (loads_without(0), "one layer", "a load reads what a store may still touch"),
-    "load for choice": (loads_without(1), "one layer", "a load reads what the computation may still touch"),
+    "load for selection": (loads_without(1), "one layer", "a load reads what the computation may still touch"),
     "load for use of its buffer": (
         load_ignores_use_of_its_buffer,
         "one layer",
@@ -230,7 +228,7 @@ WAITS: dict[str, tuple[Mutation, str, str]] = {
         "one layer",
         "the computation reads what a load may still touch",
     ),
-    "computation for load beside the forecast": (
+    "computation for load outside the forecast": (
         computation_ignores_started_load,
         "one layer",
         "the computation reads what a load may still touch",
@@ -241,7 +239,7 @@ WAITS: dict[str, tuple[Mutation, str, str]] = {
         "a store reads what the computation may still touch",
     ),
 }
-"""What waits for what: the wait taken away, a model that shows it, and what is then ordered by nothing."""
+"""Each wait: how to remove it, a model that shows the race, and the race."""
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -251,20 +249,20 @@ def test_without_a_wait_there_is_a_race(wait: str, monkeypatch: pytest.MonkeyPat
     assert race in races(name, "host", 0, mutate)
 
 
-def test_the_cpu_waits_for_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_waits_for_selections(monkeypatch: pytest.MonkeyPatch) -> None:
     follow(monkeypatch)
     monkeypatch.setattr(LateCopies, "finish", lambda self, event: None)
     model = copy.deepcopy(tiny("three layers"))
     empty = torch.empty
-    # What is not there yet is page 0 throughout.
+    # A selection that has not arrived yet is all zeros.
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).zero_())
     found = results(model, engine_of(model, "gradients on the host", KEPT[0], LateCopies()))
     assert not are_equal(found, expected_results("three layers"))
 
 
 @pytest.mark.parametrize(("place", "kinds"), [("host", {"kv", "grad"}), ("gradients split", {"grad"}), ("gpu", set())])
-def test_engines_bring_what_the_cpu_knows(place: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the gradient pass all pages from the host, and gradients back; before it, and for the last chunk, kernels."""
+def test_engines_load_what_the_cpu_knows(place: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines copy all host pages in the gradient pass; kernels do in the fill pass and for the last chunk."""
     follow(monkeypatch)
     gather, by_engines, by_kernels = SelectedIO._gather, set(), set()
 
@@ -287,10 +285,10 @@ def test_engines_bring_what_the_cpu_knows(place: str, kinds: set[str], monkeypat
     ("name", "place", "kept"),
     [*CASES[2:], ("three layers", "gradients split", 0), ("capped windows", "host", 0), ("capped windows", "gpu", 1)],
 )
-def test_what_is_expected_is_asked_for(
+def test_the_forecast_matches_attention(
     way: str, name: str, place: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In that order: after something else, no more is loaded ahead of need."""
+    """In the same order: any other request drops the forecast."""
     take, forget, surprises = Prefetcher.take, Prefetcher.forget, []
 
     def watched(self: Prefetcher, load: Load) -> Buffer:
@@ -317,8 +315,8 @@ def forget_without_waiting(self: Prefetcher) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_chosen_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step fails while pages that were just chosen are being loaded; the next step stores into them."""
+def test_selected_pages_in_flight_are_not_overwritten(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails while pages that were just selected are loading; the next step stores to them."""
     follow(monkeypatch)
     if not waits:
         monkeypatch.setattr(Prefetcher, "forget", forget_without_waiting)
@@ -327,7 +325,7 @@ def test_chosen_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch:
     def stumble(*args: Any) -> Any:
         if next(calls) == 2:
             assert engine.allocator.tiers.prefetcher._started
-            raise RuntimeError("out of luck")
+            raise RuntimeError("injected")
         return pick(*args)
 
     monkeypatch.setattr(sparse, "pick_kernel", stumble)
@@ -335,15 +333,15 @@ def test_chosen_pages_on_their_way_are_not_overwritten(waits: bool, monkeypatch:
     clocks = engine.allocator.tiers.streams
     assert isinstance(clocks, Clocks)
     with Watch(clocks):
-        with pytest.raises(RuntimeError, match="out of luck"):
+        with pytest.raises(RuntimeError, match="injected"):
             engine.loss(random_ids(1, LENGTH))
         assert are_equal(results(model, engine), expected_results("one layer"))
     assert (clocks.races == []) is waits
     assert waits or "a store writes what a load may still touch" in clocks.races
 
 
-def test_a_failed_step_leaves_no_store_that_reads_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their memory is free then, and where to store is read from it."""
+def test_a_failed_step_waits_for_stores_that_read_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables are freed, and stores read addresses from them."""
     follow(monkeypatch)
     model, copier = copy.deepcopy(tiny("three layers")), LateCopies()
     engine = engine_of(model, "host", KEPT[0], copier)
@@ -362,7 +360,7 @@ def test_a_failed_step_leaves_no_store_that_reads_its_tables(monkeypatch: pytest
 
 
 def test_bytes_are_counted_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five pages of a GiB: where there are many sequences, long chunks and wide gradients."""
+    """Five pages of 1 GiB, as with many sequences, long chunks and wide gradients."""
     follow(monkeypatch)
     model = copy.deepcopy(tiny("one layer"))
     engine = engine_of(model, "host", KEPT[0])
@@ -395,7 +393,7 @@ GPU_SIZES: dict[str, Any] = {"chunk_size": 64, "page_size": 16, "page_budget": 4
 
 
 def gpu_results(model: Any, place: str, kept: dict[str, Any], disturb: Mutation | None = None) -> list[Tensor]:
-    # Plain PyTorch computes the own chunk: cuDNN's dq does not repeat itself.
+    # Plain PyTorch computes the chunk's own attention, because cuDNN's dq is not deterministic.
     config = {**GPU_SIZES, **kept, "kernels": "torch", "fuse": "off"}
     engine = engine_for(model, gpu_memory=memory_for(model, GPU_LENGTH, *PLACES[place], **config), **config)
     engine.reserve(1, GPU_LENGTH)
@@ -410,9 +408,9 @@ def gpu_results(model: Any, place: str, kept: dict[str, Any], disturb: Mutation 
     return found
 
 
-def delay_choices(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: int) -> None:
-    """And what adds to gradient pages in the kernels' way."""
-    draw, remember, launch_dkv = random.Random(seed), SelectedPages.set_selection, sparse.launch_dkv
+def delay_selections(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: int) -> None:
+    """Delay selections, and the kernel that adds to gradient pages."""
+    draw, set_selection, launch_dkv = random.Random(seed), SelectedPages.set_selection, sparse.launch_dkv
 
     def late(function: Callable[..., None]) -> Callable[..., None]:
         def sleep_first(*args: Any, **settings: Any) -> None:
@@ -421,7 +419,7 @@ def delay_choices(tiers: Tiers, patch: pytest.MonkeyPatch, cycles: int, seed: in
 
         return sleep_first
 
-    patch.setattr(SelectedPages, "set_selection", late(remember))
+    patch.setattr(SelectedPages, "set_selection", late(set_selection))
     patch.setattr(sparse, "launch_dkv", late(launch_dkv))
 
 
@@ -440,19 +438,19 @@ def test_late_streams_change_nothing(
     monkeypatch.setattr(placement, "TILE_SIZE", 32)
     model = wide_llama(hidden_size=128, intermediate_size=256, num_attention_heads=2).to(dtype)
     expected = gpu_results(model, "gpu", {**KEPT[kept], **short})
-    assert are_equal(gpu_results(model, "gpu", {**KEPT[kept], **short}), expected), "it does not even repeat itself"
+    assert are_equal(gpu_results(model, "gpu", {**KEPT[kept], **short}), expected), "not even deterministic"
 
     def late_copies(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
         delay_copies(tiers, patch, loads=SHORT, stores=SHORT, seed=1)
 
     def late_computation(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
         delay_computation(tiers, patch, SHORT, seed=2)
-        delay_choices(tiers, patch, SHORT, seed=3)
+        delay_selections(tiers, patch, SHORT, seed=3)
 
     def all_late(tiers: Tiers, patch: pytest.MonkeyPatch) -> None:
         delay_copies(tiers, patch, loads=SHORT, stores=2 * SHORT, seed=4)
         delay_computation(tiers, patch, SHORT, seed=5)
-        delay_choices(tiers, patch, SHORT, seed=6)
+        delay_selections(tiers, patch, SHORT, seed=6)
 
     for disturb in (None, late_copies, late_computation, all_late):
         assert are_equal(gpu_results(model, place, {**KEPT[kept], **short}, disturb), expected), disturb

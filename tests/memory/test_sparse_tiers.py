@@ -1,4 +1,4 @@
-"""One trajectory with chosen pages: where pages lie and what is kept must not change a single bit of training."""
+"""Check that placement and saved outputs do not change a single bit of training with selected pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-"""All layers choose pages, and one of two, beside a window of more than a chunk."""
+"""All layers are sparse, or one of two; the other has a window longer than a chunk."""
 PLACES: dict[str, tuple[int | None, int | None]] = {
     "host": (0, 0),
     "K and V split": (3, 0),
@@ -45,11 +45,11 @@ PLACES: dict[str, tuple[int | None, int | None]] = {
 }
 """Pages of K and V, and of their gradients, on the GPU. Three pages of 8 end inside a chunk."""
 WAYS = ("copied", "followed")
-"""On a CPU pages are copied one by one, on a GPU kernels follow addresses."""
+"""Pages copied one by one as on a CPU, or kernels that follow addresses as on a GPU."""
 KEPT = list(itertools.product((False, True), (False, True)))
 """keep_attention, checkpoint_layers."""
 SETTINGS = [
-    # Every place meets both page sizes and both ways; they and what is kept go round.
+    # Every placement meets both page sizes and both ways to move pages.
     (WAYS[(row + column) % 2], place, page_size, *KEPT[(row + 2 * column) % 4])
     for row, place in enumerate(PLACES)
     for column, page_size in enumerate(SIZES)
@@ -68,12 +68,12 @@ def tiny(family: str, dtype: torch.dtype) -> Any:
 
 
 def trained(model: Any, place: str, sizes: dict[str, Any], length: int = LENGTH, **config: Any) -> list[Step]:
-    """Three steps with so many pages on the GPU."""
+    """Train three steps with this many pages on the GPU."""
     model, pages = copy.deepcopy(model), PLACES[place]
     memory: int | str = memory_for(model, length, *pages, **sizes, **config)
     if config["keep_attention"] and place == "gpu":
         memory = "1GiB"
-    # Plain PyTorch computes the own chunk: cuDNN's dq does not repeat itself.
+    # Plain PyTorch computes the chunk's own attention, because cuDNN's dq is not deterministic.
     engine = engine_for(model, kernels="torch", fuse="off", gpu_memory=memory, **sizes, **config)
     placement = engine.reserve(1, length)
     for tokens, count in zip((placement.gpu_tokens, placement.gpu_grad_tokens), pages, strict=True):
@@ -85,7 +85,7 @@ def trained(model: Any, place: str, sizes: dict[str, Any], length: int = LENGTH,
 
 @functools.lru_cache
 def trajectory(family: str, dtype: torch.dtype, page_size: int) -> list[Step]:
-    """With everything on the model's device and nothing kept, the plain way: what all others must repeat."""
+    """Train with all pages on the model's device, no saved outputs and no kernels: the reference."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement_module, "TILE_SIZE", 8)
         return trained(tiny(family, dtype), "gpu", SIZES[page_size], keep_attention=False, checkpoint_layers=False)
@@ -113,13 +113,13 @@ def test_one_trajectory(
 def test_rounding_does_not_depend_on_the_placement(
     way: str, place: str, page_size: int, keep_attention: bool, checkpoint_layers: bool
 ) -> None:
-    """Gradients at rest are rounded at random where they rest in bfloat16: by the pages, not by where they lie."""
+    """bfloat16 gradients are rounded stochastically with seeds from the pages, not from the placement."""
     kept = {"keep_attention": keep_attention, "checkpoint_layers": checkpoint_layers}
     check("llama", torch.bfloat16, way, place, page_size, **kept)
 
 
-def test_rounding_is_at_random() -> None:
-    """Else the test above would pass on gradients that are never rounded."""
+def test_rounding_is_stochastic() -> None:
+    """Otherwise the test above would pass for gradients that are never rounded."""
     wide = trained(
         tiny("llama", torch.bfloat16),
         "gpu",
@@ -134,8 +134,8 @@ def test_rounding_is_at_random() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["evaluated", "dropped", "walked back"])
-def test_pages_die_without_the_garbage_collector(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And their tables when they are walked back, whoever holds the loss."""
+def test_pages_are_freed_without_the_garbage_collector(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tables are freed by the gradient pass, even if the loss is still referenced."""
     if way == "followed":
         follow(monkeypatch)
     engine = engine_for(tiny("llama", torch.float64), gpu_memory=0, **SIZES[8])
@@ -180,7 +180,7 @@ def test_one_trajectory_on_a_gpu(
     from large_models import wide_llama
 
     monkeypatch.setattr(placement_module, "TILE_SIZE", 32)
-    # Pages by their kernels all the same.
+    # Selected pages still use the kernels.
     monkeypatch.setattr(sparse, "_uses_kernels", lambda q, spec: True)
     model = wide_llama().to(dtype)
     config: dict[str, Any] = {

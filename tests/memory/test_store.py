@@ -1,4 +1,4 @@
-"""The page store on its own: what it holds and where, how it cuts segments, what it counts."""
+"""Check the page store on its own: contents, placement, segments and byte counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from oomb.memory.tiers import Tiers
 
 
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 5000), st.integers(0, 6))
-def test_segments_cover_the_past_once_in_few_sizes(chunk_size: int, num_chunks: int, skipped: int, power: int) -> None:
+def test_segments_cover_the_past_in_few_sizes(chunk_size: int, num_chunks: int, skipped: int, power: int) -> None:
     end, largest = chunk_size * num_chunks, chunk_size << power
     first = min(skipped, end)
     bounds = list(segment_bounds(first, end, chunk_size, largest))
@@ -49,7 +49,7 @@ def test_segments_cover_the_past_once_in_few_sizes(chunk_size: int, num_chunks: 
     assert len(sizes) <= (end - first) // largest + power + 2
 
 
-def test_the_example_of_segment_bounds() -> None:
+def test_segment_bounds_example() -> None:
     sizes = [stop - start for start, stop in segment_bounds(0, 7 * 4096, 4096, 32768)]
     assert sizes == [16384, 8192, 4096]
     assert list(segment_bounds(5, 24, 8, 8)) == [(5, 8), (8, 16), (16, 24)]
@@ -75,7 +75,7 @@ FIELDS = st.lists(
 
 
 @given(FIELDS, st.integers(1, 5))
-def test_the_fields_of_a_row_are_aligned_and_apart(fields: list[tuple[Any, torch.dtype]], num_tokens: int) -> None:
+def test_fields_of_a_row_are_aligned_and_disjoint(fields: list[tuple[Any, torch.dtype]], num_tokens: int) -> None:
     row = RowLayout(*fields)
     assert row.num_bytes == row_bytes(*(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in fields))
     assert row.num_bytes % ALIGNMENT == 0
@@ -98,7 +98,7 @@ def test_the_fields_of_a_row_are_aligned_and_apart(fields: list[tuple[Any, torch
 @pytest.mark.parametrize("saved_from", [0, 2 * CHUNK])
 @pytest.mark.parametrize("gpu_tokens", PLACEMENTS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_what_was_appended_comes_back(
+def test_appended_chunks_are_read_back(
     tiers: Tiers, page_size: int, gpu_tokens: int, saved_from: int, segment_size: int
 ) -> None:
     places = {"gpu_tokens": gpu_tokens, "out_tokens": 5 * CHUNK - saved_from, "gpu_out_tokens": gpu_tokens}
@@ -125,7 +125,7 @@ def test_what_was_appended_comes_back(
         assert store.load_output(layer, end, end + CHUNK) is None, "the last chunk has no pages"
 
 
-def test_outputs_are_not_kept_unless_asked_for(tiers: Tiers) -> None:
+def test_outputs_are_not_saved_by_default(tiers: Tiers) -> None:
     store = make_store(tiers)
     fill(store)
     assert store.load_output(0, 0, CHUNK) is None
@@ -137,7 +137,7 @@ def test_outputs_are_not_kept_unless_asked_for(tiers: Tiers) -> None:
 def test_gradients_add_up_and_reach_their_chunk(
     tiers: Tiers, page_size: int, gpu_tokens: int, segment_size: int
 ) -> None:
-    """Chunks in reverse, each touching its past from some token on, as windows and dense attention do."""
+    """Process chunks in reverse; each adds to its past from some token on, as windowed and dense attention do."""
     store = make_store(tiers, page_size=page_size, gpu_tokens=gpu_tokens)
     fill(store)
     for layer in store.layers:
@@ -162,7 +162,7 @@ def test_gradients_add_up_and_reach_their_chunk(
                 store.free_from(start)
 
 
-def test_gradient_pages_come_at_first_touch(tiers: Tiers) -> None:
+def test_gradient_pages_are_created_when_first_written(tiers: Tiers) -> None:
     store = make_store(tiers, page_size=4, layers={0: layer_spec()}, gpu_tokens=16)
     row = store.layers[0].grad.num_bytes
     assert tiers.used_bytes(GPU) + tiers.used_bytes(HOST) == 9 * 4 * row
@@ -174,7 +174,7 @@ def test_gradient_pages_come_at_first_touch(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("gpu_tokens", [0, 13, 1000])
-def test_pages_rest_in_the_precision_asked_for(tiers: Tiers, gpu_tokens: int) -> None:
+def test_pages_have_the_configured_dtypes(tiers: Tiers, gpu_tokens: int) -> None:
     spec = layer_spec(kv_dtype=torch.float32, grad_dtype=torch.float64)
     store = make_store(tiers, layers={0: spec}, gpu_tokens=gpu_tokens)
     k, v, *_ = fill(store)[0]
@@ -193,7 +193,7 @@ def test_pages_rest_in_the_precision_asked_for(tiers: Tiers, gpu_tokens: int) ->
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])
-def test_gradients_are_rounded_alike_wherever_they_lie(grad_dtype: torch.dtype) -> None:
+def test_rounding_does_not_depend_on_the_tier(grad_dtype: torch.dtype) -> None:
     found = []
     for gpu_tokens, page_size in itertools.product(PLACEMENTS, (1, 4, 16)):
         layers = {0: layer_spec(torch.float32, grad_dtype=grad_dtype)}
@@ -217,7 +217,7 @@ def test_gradients_are_rounded_alike_wherever_they_lie(grad_dtype: torch.dtype) 
 
 
 def test_a_window_does_not_reach_the_first_pages(tiers: Tiers) -> None:
-    """The forecast must ask for what attention will ask for, and for no more."""
+    """The forecast must list what attention will read, and no more."""
     store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()})
     fill(store)
     asked = [load.key[1:] for load in store.schedule.forward(28, 35, saved=False)]
@@ -225,7 +225,7 @@ def test_a_window_does_not_reach_the_first_pages(tiers: Tiers) -> None:
 
 
 def test_bytes_are_counted(tiers: Tiers) -> None:
-    """Three chunks with pages, one layer; the GPU has room for 11 of 21 tokens: two pages of four."""
+    """One layer and three chunks with pages. The GPU has room for 11 of 21 tokens: two pages of four."""
     spec = layer_spec()
     kv, grad, out = spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes
     store = make_store(tiers, 3, layers={0: spec}, gpu_tokens=11, keeps=True)
@@ -256,22 +256,22 @@ def test_bytes_are_counted(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("trains", [False, True])
-def test_staging_bytes_are_those_of_the_rings(tiers: Tiers, keeps: bool, trains: bool) -> None:
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_staging_bytes_are_those_of_the_rings(tiers: Tiers, keeps: bool, needs_grad: bool) -> None:
     spec = layer_spec()
-    make_store(tiers, layers={0: spec}, keeps=keeps, needs_grad=trains)
+    make_store(tiers, layers={0: spec}, keeps=keeps, needs_grad=needs_grad)
     expected = staging_bytes(
         [(spec.kv.num_bytes, spec.grad.num_bytes, spec.out.num_bytes)],
         [],
         chunk_size=CHUNK,
         keeps=keeps,
-        needs_grad=trains,
+        needs_grad=needs_grad,
     )
     assert sum(ring.num_bytes for ring in tiers.rings.values()) == expected
-    assert set(tiers.rings) == {KV, NEW, *[GRAD] * trains, *[OUT] * keeps}
+    assert set(tiers.rings) == {KV, NEW, *[GRAD] * needs_grad, *[OUT] * keeps}
 
 
-def test_nothing_is_staged_where_all_fits_the_gpu(tiers: Tiers) -> None:
+def test_no_staging_buffers_if_all_pages_fit_on_the_gpu(tiers: Tiers) -> None:
     store = make_store(tiers, gpu_tokens=35, gpu_out_tokens=35, keeps=True)
     fill(store)
     list(store.segments(0, 0, 35))
@@ -280,9 +280,9 @@ def test_nothing_is_staged_where_all_fits_the_gpu(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize(("tier", "gpu_tokens"), [(HOST, 0), (GPU, 1000)])
-def test_memory_is_used_again(tiers: Tiers, tier: str, gpu_tokens: int) -> None:
-    """From step to step nothing is allocated. A sequence beside another adds a slab. A longer one replaces the slabs of
-    the GPU by one; those of the host, which are dear to pin, get one more."""
+def test_memory_is_reused(tiers: Tiers, tier: str, gpu_tokens: int) -> None:
+    """A step like the last one allocates nothing, and a second sequence adds a slab. A longer sequence replaces all GPU
+    slabs by one but adds a host slab, since pinning is expensive."""
 
     def num_bytes() -> int:
         return sum(arena.num_bytes for arena in tiers.arenas.values())
@@ -315,9 +315,9 @@ def test_memory_is_used_again(tiers: Tiers, tier: str, gpu_tokens: int) -> None:
     assert not tiers.arenas and not tiers.rings
 
 
-def test_a_slab_that_is_much_too_large_is_given_up(tiers: Tiers) -> None:
-    """A long sequence that is only evaluated may take more pages than one that is trained, whose activations and
-    gradients were planned into what is then idle."""
+def test_an_oversized_gpu_slab_is_freed(tiers: Tiers) -> None:
+    """Evaluating a long sequence may take more pages than training, whose plan counts the idle memory for activations
+    and gradients."""
     make_store(tiers, 10, gpu_tokens=1000, needs_grad=False).close()
     large = tiers.idle_bytes(GPU)
     make_store(tiers, 3, gpu_tokens=1000, needs_grad=False).close()
@@ -327,10 +327,10 @@ def test_a_slab_that_is_much_too_large_is_given_up(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("has_limit", [False, True])
-def test_pinned_slabs_that_are_too_large_go_for_want_of_memory(
+def test_oversized_pinned_slabs_are_freed_if_memory_is_short(
     tiers: Tiers, has_limit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A longer sequence has more pages and room for fewer outputs: the sum was counted, not the largest of each."""
+    """A longer sequence has more pages and saves fewer outputs: the plan counts the sum, not the maximum of each."""
 
     def held() -> int:
         return sum(arena.num_bytes for (tier, _), arena in tiers.arenas.items() if tier == HOST)
@@ -352,7 +352,7 @@ def test_pinned_slabs_that_are_too_large_go_for_want_of_memory(
     longest.close()
 
 
-def test_pinned_slabs_of_other_sizes_stay_while_there_is_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_slabs_of_other_sizes_stay_if_memory_suffices(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     make_store(tiers, gpu_tokens=0).close()
     before = set(tiers.arenas)
     make_store(tiers, gpu_tokens=0, page_size=1).close()
@@ -362,7 +362,7 @@ def test_pinned_slabs_of_other_sizes_stay_while_there_is_room(tiers: Tiers, monk
     assert not before & set(tiers.arenas)
 
 
-def test_an_abandoned_store_is_collected(tiers: Tiers) -> None:
+def test_a_dropped_store_is_collected(tiers: Tiers) -> None:
     store = make_store(tiers)
     fill(store)
     store.add_grad(

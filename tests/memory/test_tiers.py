@@ -1,4 +1,4 @@
-"""One trajectory: where pages lie, how large they are and what is kept must not change a single bit of training."""
+"""Check that placement, page size and saved outputs do not change a single bit of training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES = {
     "llama": {},
     "qwen2_sliding": {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Dense attention, and a window (of more than a chunk, no multiple of one) beside it."""
+"""Dense attention, and dense plus windowed layers; the window is longer than a chunk and no multiple of it."""
 SMALL = {"max_position_embeddings": 512, "num_hidden_layers": 2}
 PLACEMENTS = ("gpu", "host", "split")
 
@@ -34,7 +34,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def page_bytes(model: Any, chunk_size: int, **config: Any) -> int:
-    """Bytes of all pages of K, V and their gradients."""
+    """Return the bytes of all pages of K, V and their gradients."""
     engine = engine_for(model, chunk_size, keep_attention=False, kernels="torch", fuse="off", **config)
     return engine.reserve(1, LENGTH).gpu_bytes
 
@@ -50,7 +50,7 @@ def where(engine: oomb.Engine) -> str:
 
 @functools.lru_cache
 def trajectory(family: str, dtype: torch.dtype, chunk_size: int) -> list[Step]:
-    """With everything on the model's device and nothing kept: what all others must repeat."""
+    """Train with all pages on the model's device and no saved outputs: the reference."""
     model = copy.deepcopy(tiny(family, dtype))
     engine = engine_for(model, chunk_size, kernels="torch", keep_attention=False, checkpoint_layers=False)
     steps = train(model, engine)
@@ -59,11 +59,11 @@ def trajectory(family: str, dtype: torch.dtype, chunk_size: int) -> list[Step]:
 
 
 CHUNKS_AND_PAGES = [(32, 16), (50, 64), (32, 128), (50, 7)]
-"""Chunks of several pages and of part of one; multiples of one another and not."""
+"""Chunks of several pages and of a part of one, multiples of each other and not."""
 KEPT = list(itertools.product((False, True), (False, True)))
 """keep_attention, checkpoint_layers."""
 SETTINGS = [
-    # A Latin square: every placement meets all page sizes and all that can be kept.
+    # A Latin square: each placement meets all page sizes and all ways to save outputs.
     (*CHUNKS_AND_PAGES[(row + column) % 4], placement, *kept)
     for row, placement in enumerate(PLACEMENTS)
     for column, kept in enumerate(KEPT)
@@ -97,7 +97,7 @@ def test_one_trajectory(
 def test_outputs_of_the_last_tokens_alone(
     chunk_size: int, page_size: int, on_gpu: bool, checkpoint_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no room for more, attention of the others is computed again: all the same."""
+    """If only the last outputs fit, the other attention is recomputed, with the same result."""
     kept, keep = set(), PageStore.save_output
     monkeypatch.setattr(
         placement_module,
@@ -134,7 +134,7 @@ def test_chunk_sizes_agree(family: str, in_float64: None) -> None:
     ids=str,
 )
 def test_rounding_does_not_depend_on_the_placement(family: str, dtype: torch.dtype) -> None:
-    """Gradients at rest are rounded at random where they rest in bfloat16: by the tokens, not by where they lie."""
+    """bfloat16 gradients are rounded stochastically with seeds from the tokens, not from the placement."""
     for placement, page_size in (("gpu", 16), ("host", 128), ("split", 16)):
         model = copy.deepcopy(tiny(family, dtype))
         memory = gpu_memory(placement, page_bytes(model, 32, page_size=page_size))
@@ -146,7 +146,7 @@ def test_rounding_does_not_depend_on_the_placement(family: str, dtype: torch.dty
 
 
 def test_rounding_depends_on_the_tokens() -> None:
-    """Else the test above would pass on gradients that are never rounded."""
+    """Otherwise the test above would pass for gradients that are never rounded."""
     found = []
     for grad_dtype in ("bfloat16", "float32"):
         model = copy.deepcopy(tiny("llama", torch.bfloat16))
@@ -156,7 +156,7 @@ def test_rounding_depends_on_the_tokens() -> None:
 
 
 def pairwise(model: Any, engine: oomb.Engine, order: tuple[int, ...]) -> list[Step]:
-    """Log-probabilities of three texts alive at once, each with a backward of its own, in this order."""
+    """Compute log-probabilities of three texts, then run their backwards in the given order."""
     model.zero_grad()
     texts = [random_ids(1, length, seed=seed) for seed, length in enumerate((200, 90, 150))]
     logps = [engine.logprobs(text) for text in texts]
@@ -205,7 +205,7 @@ def test_an_exception_in_the_middle_frees_everything(phase: str, placement: str)
 
 
 def test_an_exception_inside_attention_loses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where all the errors are kept, and with them what they have hold of."""
+    """Not even if the errors are kept, and with them everything their tracebacks reference."""
     from oomb.attention import chunk
 
     model = copy.deepcopy(tiny("llama"))
@@ -233,7 +233,7 @@ def test_an_exception_inside_attention_loses_no_buffer(monkeypatch: pytest.Monke
 
 GPU_LENGTH = 1000
 GPU_PLACEMENTS = ({}, {"gpu_memory": 0}, {"gpu_memory": 1_000_000})
-"""A token has 3 layers x 2 heads x 64 x (K, V and their gradients) x 2 bytes = 3 KiB: a third of them is the last."""
+"""A token has 3 layers x 2 heads x 64 x (K, V and their gradients) x 2 bytes = 3 KiB."""
 
 
 def gpu_train(model: Any, chunk_size: int = 128, **config: Any) -> list[Step]:
@@ -260,7 +260,7 @@ def test_one_trajectory_on_a_gpu(config: dict[str, Any]) -> None:
 
 
 def distance(actual: list[Step], expected: list[Step]) -> float:
-    """Of the first step's gradients: what comes after has diverged already."""
+    """Compare the first step's gradients; later steps have diverged already."""
     off = whole = 0.0
     for name, g in expected[0][1].items():
         if g is not None:
@@ -270,14 +270,14 @@ def distance(actual: list[Step], expected: list[Step]) -> float:
 
 
 ALIKE, FAR = 1e-5, 4e-3
-"""On an H200 most runs are alike: sums come in another order, which makes 7e-8 to 1.4e-7. About one in ten lies 1.8e-3
-away, wherever pages lie: there a rounding fell the other way early on. Another kernel gives 6e-3, a lost share of a
-gradient 1e-2 and more."""
+"""On an H200 most runs differ by 7e-8 to 1.4e-7, because sums have another order. About one in ten differs by 1.8e-3
+with any placement, because something was rounded the other way early on. Another backend differs by 6e-3, and a lost
+part of a gradient by 1e-2 or more."""
 
 
 @pytest.mark.gpu
-def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
-    """cuDNN's dQ does not repeat bit for bit: placements may differ as runs of one placement do, no more."""
+def test_placements_differ_no_more_than_runs() -> None:
+    """cuDNN's dQ is not deterministic: placements may differ as much as two runs do, no more."""
     model = wide_llama().bfloat16()
     expected = [gpu_train(model, keep_attention=False) for _ in range(4)]
     own = [distance(a, b) for a, b in itertools.combinations(expected, 2)]
@@ -289,6 +289,6 @@ def test_the_fastest_kernels_differ_by_their_own_noise_alone() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_layers": True}, {"keep_last_chunk": False}], ids=str)
-def test_chunks_of_one_token_with_outputs_kept_on_the_host(settings: dict[str, Any]) -> None:
-    """A row of one token is contiguous as it lies: what is kept must be a copy all the same."""
+def test_chunks_of_one_token_with_outputs_saved_on_the_host(settings: dict[str, Any]) -> None:
+    """A row of one token is contiguous already, but a saved output must be a copy."""
     check_family(build("llama"), random_ids(1, 12), 1, 1e-6, gpu_memory=0, keep_attention=True, **settings)

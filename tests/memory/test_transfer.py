@@ -1,4 +1,4 @@
-"""Host memory, where it comes from and when it is refused; loads ahead of need, and the buffers they go through."""
+"""Check host memory, when it is refused, prefetching and staging buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from oomb.memory.transfer import BufferRing, CopyStreams, Load, Prefetcher
 def test_free_host_memory_is_that_of_the_control_groups(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ours and of those around it; page cache makes way."""
+    """Our control group and its parents count; page cache can be evicted."""
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
     monkeypatch.setattr(host, "PROC", tmp_path)
     monkeypatch.setattr(host, "CGROUPS", tmp_path / "groups")
@@ -55,7 +55,7 @@ def test_free_host_memory_is_that_of_the_control_groups(
     assert free_host_bytes() == 0
 
 
-def test_nobody_counts_gpu_memory_on_a_cpu() -> None:
+def test_a_cpu_has_no_gpu_memory_limit() -> None:
     assert free_gpu_bytes(CPU) is None
 
 
@@ -76,7 +76,7 @@ def test_host_memory_refused_leaves_nothing(refuses: str, tiers: Tiers, monkeypa
         monkeypatch.setattr(mmap, "mmap", refusing_mmap)
         message = r"4\.00 GiB .*Cannot allocate memory.*host_memory"
     else:
-        # As if there were a GPU, whose driver refuses.
+        # Pretend that there is a GPU whose driver refuses.
         real = HostSlab
         monkeypatch.setattr(tiers_module, "HostSlab", lambda num_bytes, device: real(num_bytes, torch.device("cuda")))
         monkeypatch.setattr(Tensor, "zero_", lambda self: self)  # touching it takes seconds
@@ -96,7 +96,7 @@ def test_host_memory_refused_leaves_nothing(refuses: str, tiers: Tiers, monkeypa
 
 
 @pytest.mark.gpu
-def test_a_failed_pin_is_not_the_failure_of_a_later_call() -> None:
+def test_a_failed_pin_does_not_fail_a_later_call() -> None:
     device = torch.device("cuda")
     slab = HostSlab(2**20, device)
     with pytest.raises(OutOfPages, match="cannot pin"):
@@ -115,7 +115,7 @@ def test_pinned_slabs_come_and_go() -> None:
 
 
 class CountingCopier(CopyStreams):
-    """Notes every load, and how many are on their way or in use."""
+    """Records every load, and how many are in flight or in use."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -136,7 +136,7 @@ def ring_of(num_slots: int) -> BufferRing:
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=20))
 def test_loads_run_ahead_as_far_as_there_are_buffers(which: list[int]) -> None:
-    """Two rings; what is asked for is what was forecast. Nothing is loaded twice, and all but one buffer are ahead."""
+    """With two rings and a correct forecast, nothing is loaded twice and all but one buffer are ahead."""
     copier = CountingCopier()
     prefetcher, rings = Prefetcher(copier), (ring_of(3), ring_of(2))
     loads = [load for name, index in enumerate(which) for load in loads_of(rings[index], [name])]
@@ -176,12 +176,12 @@ def test_the_forecast_of_one_sequence_does_not_serve_another(tiers: Tiers) -> No
     first, second = (make_store(tiers, layers={0: layer_spec()}) for _ in range(2))
     fill(first)
     k, *_ = fill(second)[0]
-    first.prefetch_forward(35, 42, kept=False)
+    first.prefetch_forward(35, 42, saved=False)
     assert tiers.prefetcher._issued
     assert torch.equal(keys(second, 35), k[:, :, :35])
 
 
-def test_a_new_forecast_takes_the_place_of_the_old() -> None:
+def test_a_new_forecast_replaces_the_old() -> None:
     copier, ring = CountingCopier(), ring_of(2)
     prefetcher = Prefetcher(copier)
     prefetcher.expect(loads_of(ring, range(5)))
@@ -194,8 +194,8 @@ def test_a_new_forecast_takes_the_place_of_the_old() -> None:
     assert len(ring.free) == 2
 
 
-def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every load is forecast, in the right order: `forget` finds nothing on its way."""
+def test_the_forecast_matches_attention(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load is forecast in the right order: `forget` finds none in flight."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()}, gpu_tokens=4, keeps=True)
     fill(store)
@@ -210,14 +210,14 @@ def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pyte
     monkeypatch.setattr(tiers.prefetcher, "take", lambda load: (taken.append(load.key), take(load))[1])
     for start in (35, 28, 14, 7, 0):
         end = start + CHUNK
-        store.prefetch_forward(start, end, kept=False)
+        store.prefetch_forward(start, end, saved=False)
         for layer in store.layers:
             list(store.past(layer, start, end).segments(max(0, start - 8) if layer == 0 and end > 9 else 0))
-        store.prefetch_forward(start, end, kept=True)
+        store.prefetch_forward(start, end, saved=True)
         for layer in store.layers:
             if store.load_output(layer, start, end) is None:
                 list(store.past(layer, start, end).segments(max(0, start - 8) if layer == 0 and end > 9 else 0))
-        store.prefetch_backward(start, end, kept=True)
+        store.prefetch_backward(start, end, saved=True)
         for layer in (1, 0):
             store.load_output(layer, start, end)
             past, first = store.past(layer, start, end), max(0, start - 8) if layer == 0 and end > 9 else 0
@@ -235,7 +235,7 @@ def test_the_forecast_is_what_attention_asks_for(tiers: Tiers, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("how", ["raises", "stops"])
-def test_buffers_are_not_lost_by_a_consumer_who_leaves(how: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_consumer_loses_no_buffer(how: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     store = make_store(tiers)
     k, *_ = fill(store)[0]
@@ -248,7 +248,7 @@ def test_buffers_are_not_lost_by_a_consumer_who_leaves(how: str, tiers: Tiers, m
                 raise RuntimeError("in the middle")
 
     for _ in range(2 * NUM_AHEAD):
-        store.prefetch_forward(35, 42, kept=False)
+        store.prefetch_forward(35, 42, saved=False)
         try:
             consume()
         except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""The kernels compile for a GPU, as far as that can be seen without one: Triton's interpreter takes much that its
-compiler refuses (a comparison of 8-bit floats, say)."""
+"""Compile all kernels for a GPU without one. Triton's interpreter accepts code that its compiler refuses, such as a
+comparison of 8-bit floats."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ CASES: list[tuple[str, dict[str, str], dict[str, Any], int]] = [
         for is_out, dropped, flags in ((False, 16, "*u8"), (False, 0, "*i16"), (True, 0, "*i32"))
     ),
 ]  # fmt: skip
-"""Kernel, its arguments that are not int32, its constants, and warps: as the launchers call it for a bfloat16 model
-whose summaries are 8-bit floats."""
+"""Kernel, arguments that are not int32, constants and warps, as the launchers pass them for a bfloat16 model whose page
+means are 8-bit floats."""
 
 MOVERS = ("copy_pages", "dequantize_pages")
 ALIGNED_SIZES = (
     "page_words", "page_size", "k_size", "v_size", "row_bytes", "value_at", "scale_at", "wide_row", "wide_value_at"
 )  # fmt: skip
-"""Of the kernels that move pages, multiples of 16 as in most models: then 16 bytes go at a time."""
+"""Arguments of the kernels that move pages which are multiples of 16 in most models: then 16 bytes move at a time."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def compile_all() -> None:
 
 @pytest.mark.timing
 def test_every_kernel_compiles_for_an_h200() -> None:
-    """In a process of its own: this one has the interpreter in the compiler's place."""
+    """Compile in a separate process, since this one uses the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     here = Path(__file__).parent
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(here), str(ROOT / "tests" / "helpers")])

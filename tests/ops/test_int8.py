@@ -1,4 +1,4 @@
-"""Pages in 8 bits: the numbers, the kernel that widens and narrows them, and training on them."""
+"""Check 8-bit pages: quantization, the kernel that quantizes and dequantizes them, and training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 @given(st.integers(1, 40), st.floats(-30, 30), st.one_of(st.none(), st.integers(0, 2**31 - 1)))
-def test_no_number_is_further_off_than_a_step(size: int, exponent: float, seed: int | None) -> None:
+def test_errors_are_below_one_step(size: int, exponent: float, seed: int | None) -> None:
     x = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 2.0**exponent
     numbers, scale = quantize(x, seed)
     assert numbers.dtype == torch.int8 and int(numbers.abs().max()) <= LEVELS
@@ -36,13 +36,13 @@ def test_no_number_is_further_off_than_a_step(size: int, exponent: float, seed: 
     assert (scale.float() <= 1.02 * x.abs().amax(-1) / LEVELS).all(), "no level is wasted"
 
 
-def test_nothing_stays_nothing() -> None:
+def test_zero_stays_zero() -> None:
     for seed in (None, 3):
         numbers, scale = quantize(torch.zeros(2, 5), seed)
         assert not dequantize(numbers, scale, torch.float64).any()
 
 
-def test_random_rounding_has_no_bias() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     x = torch.randn(4, 64)
     mean = torch.stack([dequantize(*quantize(x, seed), torch.float32) for seed in range(400)]).mean(0)
     nearest = dequantize(*quantize(x), torch.float32)
@@ -50,7 +50,7 @@ def test_random_rounding_has_no_bias() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_a_row_gives_back_what_it_was_given(dtype: torch.dtype) -> None:
+def test_a_row_returns_what_was_written(dtype: torch.dtype) -> None:
     row = kv_row((2, 3, 5), (2, 3, 4), dtype)
     data = torch.full((7 * row.num_bytes,), 0x55, dtype=torch.uint8)
     k, v = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 7, 4)
@@ -76,8 +76,8 @@ def test_eight_bits_take_half_of_sixteen() -> None:
     ],
     ids=str,
 )
-def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int, edge: int) -> None:
-    """Against `quantise`, from pages at scattered addresses and back; those from `edge` on wait in the buffer."""
+def test_dequantize_kernel(shape: tuple[int, ...], tiles: dict[str, int], num_rows: int, edge: int) -> None:
+    """Compare with `oomb.ops.int8`, for pages at scattered addresses; those from `edge` on are in the buffer."""
     pytest.importorskip("triton")
     from oomb.ops.triton_kernels.page_copy import dequantize_pages, dequantize_tiles
 
@@ -113,7 +113,7 @@ def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], n
     for x, y in zip(found, expected, strict=True):
         for i, p in enumerate(chosen):
             assert torch.equal(x[:, :, i * S : (i + 1) * S], y[:, :, p * S : (p + 1) * S] * held[i])
-    # Back again: numbers on the grid stay as they are, whatever the seed; others are rounded at random.
+    # Quantize again: values on the grid stay unchanged with any seed; others are rounded stochastically.
     before = pages.clone()
     for x in found:
         x.copy_(torch.randn_like(x) * 3)
@@ -133,9 +133,9 @@ def test_widening_and_narrowing(shape: tuple[int, ...], tiles: dict[str, int], n
             assert off.mean() > 0
 
 
-def test_what_comes_in_loses_nothing_on_average() -> None:
-    """A number of 8 bits times a scale has more bits than bfloat16 keeps. Gradients come in and go out for every chunk
-    that adds to them: rounded to nearest, a sum of a thousand shares would be off by several percent."""
+def test_dequantizing_is_unbiased() -> None:
+    """An 8-bit value times a scale has more bits than bfloat16. Gradients are loaded and stored for every chunk that
+    adds to them: with round-to-nearest, a sum of a thousand updates would be off by several percent."""
     pytest.importorskip("triton")
     from oomb.ops.triton_kernels.page_copy import dequantize_pages, dequantize_tiles
 
@@ -162,9 +162,9 @@ def test_what_comes_in_loses_nothing_on_average() -> None:
 
 
 @pytest.mark.parametrize("gpu_tokens", [0, 10_000])
-def test_hundreds_of_shares_arrive(gpu_tokens: int) -> None:
-    """Every chunk has chosen the first page, and adds the same to its gradient. What of that arrives is what was added,
-    in size and in direction; a number of 8 bits alone is off by a step."""
+def test_hundreds_of_updates_survive(gpu_tokens: int) -> None:
+    """Every chunk selects the first page and adds the same update to its gradient. The sum has the right size and
+    direction, although each 8-bit value is off by up to a step."""
     num_chunks, size = 400, 4
     spec = LayerRows(
         kv=kv_row((1, 8, 64), (1, 8, 64), torch.bfloat16),
@@ -210,19 +210,19 @@ def test_training_on_pages_in_eight_bits(family: str, budget: int | None, monkey
     for kv, grad, tolerance in (("int8", "auto", 0.03), ("auto", "int8", 0.03), ("int8", "int8", 0.04)):
         found = gradients(model, ids, page_budget=budget, kv_dtype=kv, grad_dtype=grad)
         assert 1e-6 < relative_error(found, exact) < tolerance
-    # The last was all in 8 bits.
+    # The last run had only 8-bit pages.
     for place in ({"gpu_memory": 0}, {"gpu_memory": 30_000}, {"checkpoint_layers": True, "keep_attention": False}):
         again = gradients(model, ids, page_budget=budget, kv_dtype="int8", grad_dtype="int8", **place)
         assert torch.equal(found, again), "wherever pages lie"
 
 
 @pytest.mark.parametrize("place", [{"gpu_memory": "1GiB"}, {"gpu_memory": 0}, {"gpu_memory": 60_000}], ids=str)
-def test_the_way_of_a_gpu(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_kernels(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from page_kernels import go_the_way_of_a_gpu
 
     model, ids = build("llama", dtype=torch.float32, num_hidden_layers=1).to(DEVICE), random_ids(2, 70)
-    # All pages are read: a little rounding could choose others.
+    # Read all pages: small rounding differences could select others.
     config: dict[str, Any] = {"chunk_size": 32, "page_size": 16, "page_budget": 9, **place}
     exact = gradients(model, ids, **config)
     with monkeypatch.context() as patch:

@@ -1,6 +1,6 @@
-"""Triton kernels against their references: on a GPU where there is one, else in Triton's interpreter.
+"""Compare Triton kernels with their references, on a GPU or in Triton's interpreter.
 
-The interpreter's bfloat16 is not to be trusted, so float16 stands for the half precisions there.
+The interpreter's bfloat16 is unreliable, so it uses float16 instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def partial_result(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output of one run of keys, laid out as models do ([B, T, H, D] in memory), and its lse."""
+    """Return the output of one block of keys in the layout of models ([B, T, H, D] in memory), and its LSE."""
     B, H, T, D = shape
     out = torch.randn(B, T, H, D, device=DEVICE).to(dtype).transpose(1, 2)
     return out, torch.randn(B, H, T, device=DEVICE) * 5
@@ -45,7 +45,7 @@ def test_merge(shape: tuple[int, int, int, int], wide_first: bool, dtype: torch.
 
 
 def test_merge_of_far_apart_lses() -> None:
-    """A run that carries no weight must not turn the result into NaN."""
+    """A block without weight must not turn the result into NaN."""
     out, lse = partial_result((1, 2, 5, 64), HALF)
     out2, lse2 = partial_result((1, 2, 5, 64), HALF)
     merged, merged_lse = merge._launch(out, out2, torch.float32, lse - 1000, lse2 + 1000)
@@ -54,7 +54,7 @@ def test_merge_of_far_apart_lses() -> None:
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
-def test_sum_of_shares(dtype: torch.dtype, poisoned_empty: None) -> None:
+def test_add(dtype: torch.dtype, poisoned_empty: None) -> None:
     x, _ = partial_result((2, 3, 37, 80), torch.float32)
     y, _ = partial_result((2, 3, 37, 80), HALF)
     summed = merge._launch(x, y, dtype)[0]
@@ -72,7 +72,7 @@ def test_add_to_float32(num_elements: int) -> None:
 
 @triton.jit
 def random_bits_kernel(bits, seed, num_elements, TILE: tl.constexpr):
-    """The random bits of elements 0, 1, 2, ..."""
+    """Return the random bits of elements 0, 1, 2, ..."""
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     drawn = mixed_bits(seed, index).to(tl.int32, bitcast=True)
     tl.store(bits + index, drawn, index < num_elements)
@@ -85,7 +85,7 @@ def random_bits(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_adding_to_sixteen_bits_is_its_reference_bit_for_bit(dtype: torch.dtype) -> None:
+def test_add_to_16_bits_equals_the_reference(dtype: torch.dtype) -> None:
     shape = (3, 70, 91)
     total, grad = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
     expected = total.clone()
@@ -95,7 +95,7 @@ def test_adding_to_sixteen_bits_is_its_reference_bit_for_bit(dtype: torch.dtype)
 
 
 def rows_of_pages(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The second of two fields of rows, as gradient pages have them, and all their bytes."""
+    """Return the second of two fields of rows, as in gradient pages, and all their bytes."""
     B, K, T, D = shape
     row = RowLayout(((B, K, 24), dtype), ((B, K, D), dtype))
     data = torch.full((T * row.num_bytes,), 0x55, dtype=torch.uint8, device=DEVICE)
@@ -108,13 +108,11 @@ SHAPES = [(1, 2, 64, 64), (2, 3, 33, 80), (1, 1, 1, 1), (2, 1, 65, 33)]
 @pytest.mark.parametrize("seed", [1, 2**31 - 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_accumulate_is_its_reference_bit_for_bit(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int
-) -> None:
+def test_add_stochastic_equals_the_reference(shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int) -> None:
     B, K, T, D = shape
     total, data = rows_of_pages(shape, dtype)
     total.copy_(torch.randn(shape))
-    # Shares come as [B, T, K, D] in memory, and as parts of longer ones.
+    # Updates are [B, T, K, D] in memory, or slices of longer ones.
     for share_dtype in (HALF, torch.float32):
         share = torch.randn(B, T + 3, K, D, device=DEVICE).to(share_dtype).transpose(1, 2)[:, :, 2 : T + 2]
         expected, expected_data = rows_of_pages(shape, dtype)
@@ -126,7 +124,7 @@ def test_accumulate_is_its_reference_bit_for_bit(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_accumulate_keeps_infinities_and_nan() -> None:
+def test_add_stochastic_keeps_infinities_and_nan() -> None:
     inf, nan = float("inf"), float("nan")
     total = torch.tensor([inf, -inf, 1.0, 1.0, nan, inf], device=DEVICE).to(HALF).view(1, 1, 2, 3)
     share = torch.tensor([1.0, 1.0, -inf, nan, 1.0, -inf], device=DEVICE)
@@ -137,8 +135,8 @@ def test_accumulate_keeps_infinities_and_nan() -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a thousand launches are too many for the interpreter")
-def test_small_shares_arrive_through_the_kernel() -> None:
-    """The draws of different seeds are independent: what rounding to nearest loses arrives on average."""
+def test_small_updates_survive_in_the_kernel() -> None:
+    """Different seeds draw independent bits, so updates that round-to-nearest loses survive on average."""
     total = torch.ones(1, 2, 16, 32, device=DEVICE, dtype=torch.bfloat16)
     share = torch.full((1, 2, 16, 32), 2**-12, device=DEVICE)
     for seed in range(1024):

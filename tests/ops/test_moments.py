@@ -1,4 +1,4 @@
-"""AdamW's moments at rest: without a bias, and close enough to float32 that training ends where it would have."""
+"""Check that encoded AdamW moments are unbiased, and that training ends close to float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_8_bits_are_unbiased_and_hold_the_largest_exactly() -> None:
             assert (back[256:512] == 0).all()
             total += back
         assert all(back[i] == x[i] for i in (int(x[:256].abs().argmax()), 512 + int(x[512:].abs().argmax())))
-        # Levels lie 2.4% apart near the largest, and the mean of 2000 draws is 100 times as exact.
+        # Levels are 2.4% apart near the largest, and the mean of 2000 draws is 100 times more precise.
         torch.testing.assert_close(total / 2000, x.double(), rtol=2e-3, atol=float(x.abs().max()) * 1e-5)
         assert name == "exp_avg" or (back[:256] > 0).all(), "one divides by its root"
     fields = {"exp_avg": torch.zeros(300, dtype=torch.int8), "exp_avg_scale": torch.zeros(2)}
@@ -35,7 +35,7 @@ def test_8_bits_are_unbiased_and_hold_the_largest_exactly() -> None:
 
 
 def distance(first: list[Tensor], second: list[Tensor], start: list[Tensor]) -> float:
-    """How far apart two runs have ended, in terms of how far the second has come."""
+    """Return the distance between the ends of two runs, relative to how far the second one moved."""
     apart, way = ((torch.cat([(x - y).flatten() for x, y in zip(second, other)])) for other in (first, start))
     return float(apart.norm() / way.norm())
 
@@ -43,7 +43,7 @@ def distance(first: list[Tensor], second: list[Tensor], start: list[Tensor]) -> 
 def regression(
     optimizer_of: Callable[[list[nn.Parameter]], torch.optim.Optimizer], spread: float, num_steps: int = 150
 ) -> list[Tensor]:
-    """What training ends with. Inputs, and so gradients within a run, have sizes from 10 ** -spread to 3."""
+    """Return trained weights. Inputs, and so gradients within a block, have sizes from 10 ** -spread to 3."""
     draw = torch.Generator().manual_seed(1)
     teacher = torch.randn(64, 32, generator=draw) / 8
     weights = [nn.Parameter(torch.randn(n, m, generator=draw) / 10) for n, m in ((128, 64), (32, 128))]
@@ -59,7 +59,7 @@ def regression(
 
 
 def dynamic_levels(is_signed: bool) -> Tensor:
-    """The code of bitsandbytes: a few bits for the power of ten, the others for equal steps within it."""
+    """Return the code of bitsandbytes: a few bits for the power of ten, the others for equal steps within it."""
     levels = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i + 1 - is_signed) + 1)
@@ -69,7 +69,7 @@ def dynamic_levels(is_signed: bool) -> Tensor:
 
 
 def dynamic_code(x: Tensor, levels: Tensor) -> Tensor:
-    """x by that code and back, rounded at random."""
+    """Encode and decode x with that code, using stochastic rounding."""
     runs = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % moments.BLOCK)).view(-1, moments.BLOCK)
     scales = runs.abs().amax(1, keepdim=True).clamp(min=1e-38)
     shares = runs / scales
@@ -88,9 +88,9 @@ class DynamicAdamW(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize(("spread", "most_in_8_bits"), [(0.5, 0.06), (2, 0.12)])
-def test_states_of_less_precision_come_close(spread: float, most_in_8_bits: float) -> None:
-    """The distance from float32 AdamW at the end, in terms of the way from the start. Also: our 8-bit code comes closer
-    than the usual one."""
+def test_low_precision_states_stay_close(spread: float, most_in_8_bits: float) -> None:
+    """Training ends close to float32 AdamW, relative to the distance from the start. Our 8-bit code ends closer than
+    the usual one."""
     start, expected = (regression(torch.optim.AdamW, spread, num_steps) for num_steps in (0, 150))
     found = {
         name: distance(regression(lambda w, n=name: OffloadedAdamW(w, state_dtype=n), spread), expected, start)

@@ -1,5 +1,5 @@
-"""The kernels of attention to chosen pages against plain PyTorch, on a GPU where there is one, else in Triton's
-interpreter; and the engine on top of them."""
+"""Compare the kernels of attention to selected pages with plain PyTorch, on a GPU or in Triton's interpreter, and train
+with them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Case:
     tile: int = 16
     pad: int = 0
     full: bool = False
-    """Every tile chooses C pages; otherwise some choose fewer, or none."""
+    """Every tile selects C pages; otherwise some select fewer, or none."""
 
     def make(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, PageView, Tensor, Tensor, Tensor]:
-        """Queries, their output's gradient, pages in shuffled places among NaN, a choice, and what was attended to."""
+        """Make queries, dout, pages at shuffled offsets among NaN, a selection, and attention to the own keys."""
         torch.manual_seed(0)
         P, V = -(-self.length // self.S), self.V or self.D
         widths = self.B * self.K * self.D, self.B * self.K * V
@@ -97,7 +97,7 @@ ALL = CASES + (BIG if ON_GPU else [])
 
 
 def grad_pages(pages: PageView, dtype: torch.dtype) -> PageView:
-    """Gradient pages with something in those that are touched, in places of their own."""
+    """Make gradient pages at other offsets, half of them touched. The others hold garbage."""
     P, size = len(pages.offsets_P), pages.page_size * pages.row_size
     touched = (torch.rand(pages.touched_BP.shape) < 0.5).to(DEVICE, torch.uint8)
     base = torch.randn(P + 1, size).to(DEVICE, dtype).flatten()
@@ -107,7 +107,7 @@ def grad_pages(pages: PageView, dtype: torch.dtype) -> PageView:
 
 
 def clean(grads: PageView, B: int) -> PageView:
-    """The same with nothing where nobody has touched: what the reference may add to."""
+    """Return them with zeros in untouched pages, which the reference can add to."""
     base = grads.base.clone().view(-1, grads.page_size, grads.row_size)
     places = grads.offsets_P // base[0].numel()
     for field in sparse_reference.fields(grads, base, B):
@@ -123,7 +123,7 @@ def rows_of(pages: PageView) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
     tolerance = TOLERANCES[dtype]
     q, dout, pages, chosen, own, own_lse = case.make(dtype)
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
@@ -133,7 +133,7 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
     assert relative_error(out, expected_out) < tolerance
     assert relative_error(lse, expected_lse) < max(1e-5, tolerance / 10)
 
-    # The softmax is over more than the pages and what came before.
+    # The softmax covers more than the pages and the own keys.
     whole = torch.logaddexp(expected_lse, torch.randn_like(expected_lse))
     merged = (expected_out * (expected_lse - whole).exp().unsqueeze(-1)).to(dtype)
     own_dq = torch.randn_like(q)
@@ -160,7 +160,7 @@ def test_kernels_are_the_reference(case: Case, dtype: torch.dtype) -> None:
 def everything(
     q: Tensor, dout: Tensor, pages: PageView, chosen: Tensor, own: Tensor, own_lse: Tensor, grads: PageView, case: Case
 ) -> list[Tensor]:
-    """What all kernels make of it: output, lse, dq, delta, and the bytes of the gradient pages."""
+    """Return the results of all kernels: output, LSE, dq, delta, and the bytes of the gradient pages."""
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
     out, lse = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings, has_gaps=not case.full)
     dq, delta = page_attention.launch_dq(
@@ -173,7 +173,7 @@ def everything(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", BIG, ids=str)
-def test_kernels_give_the_same_bits_every_time(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_are_deterministic(case: Case, dtype: torch.dtype) -> None:
     inputs = case.make(dtype)
     grads = grad_pages(inputs[2], dtype)
     first = everything(*inputs, replace(grads, base=grads.base.clone()), case)
@@ -183,7 +183,7 @@ def test_kernels_give_the_same_bits_every_time(case: Case, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_pages_may_lie_farther_apart_than_32_bits_count(full: bool) -> None:
+def test_offsets_may_exceed_32_bits(full: bool) -> None:
     case = Case(G=2, T=32, D=16, S=16, length=64, C=3, full=full)
     q, dout, pages, chosen, own, own_lse = case.make(torch.float16)
     grads = grad_pages(pages, torch.float16)
@@ -191,7 +191,7 @@ def test_pages_may_lie_farther_apart_than_32_bits_count(full: bool) -> None:
     page_size = case.S * pages.row_size
 
     def spread(view: PageView) -> PageView:
-        # 4 GiB; on a CPU, memory that nobody touches is not taken from the system.
+        # 4 GiB, of which a CPU only allocates what is touched.
         base = torch.empty(2**31 + 2 * page_size, dtype=view.base.dtype, device=DEVICE)
         places = torch.tensor([0, 2**30, 2**31 - page_size // 2, 2**31 + page_size], device=DEVICE)
         for there, page in zip(places.tolist(), rows_of(view), strict=True):
@@ -201,13 +201,13 @@ def test_pages_may_lie_farther_apart_than_32_bits_count(full: bool) -> None:
     far = everything(q, dout, spread(pages), chosen, own, own_lse, spread(grads), case)
     for name, a, b in zip(("out", "lse", "dq", "delta"), far, near, strict=False):
         assert torch.equal(a, b), name
-    # Rounded at random by their place: within the last bit.
+    # Stochastic rounding depends on the position: equal up to the last bit.
     assert relative_error(far[4].view(torch.float16).float(), near[4].view(torch.float16).float()) < 2e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
 def test_pages_in_another_precision(dtype: torch.dtype) -> None:
-    """K and V at rest may be wider or narrower than what is computed with; gradients too."""
+    """Stored K, V and gradients may be wider or narrower than the working precision."""
     case = Case(K=2, G=2, T=20, D=16, S=16, length=48, C=2, full=True)
     q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
     pages = replace(pages, base=pages.base.to(dtype))
@@ -225,8 +225,8 @@ def test_pages_in_another_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
-def test_short_gradients_are_rounded_at_random(dtype: torch.dtype) -> None:
-    """In the mean over seeds they are what float32 ones are."""
+def test_16_bit_gradients_are_rounded_stochastically(dtype: torch.dtype) -> None:
+    """Their mean over seeds equals the float32 gradients."""
     case = Case(K=2, G=2, T=32, D=16, S=16, length=48, C=2, full=True)
     q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
     out, lse = sparse_reference.forward(q, pages, chosen, own, own_lse, scale=0.3, tile_size=16)
@@ -244,7 +244,7 @@ def test_short_gradients_are_rounded_at_random(dtype: torch.dtype) -> None:
     assert (sums / count - wide.base).norm() < 0.5 * nearest
 
 
-def test_every_page_chosen_is_dense_attention() -> None:
+def test_selecting_every_page_is_dense_attention() -> None:
     case = Case(B=2, K=2, G=2, T=40, D=8, S=16, length=70, C=5, full=True)
     q, _, pages, _, own, own_lse = case.make(torch.float64)
     chosen = torch.arange(5, device=DEVICE).expand(2, 3, 5).int()
@@ -267,7 +267,7 @@ def test_readers_of_a_page() -> None:
 
 
 @pytest.mark.parametrize("edge", [0, 3])
-def test_chosen_pages_are_brought_together_and_sent_back(edge: int) -> None:
+def test_selected_pages_are_gathered_and_stored_back(edge: int) -> None:
     P, words = 9, 20
     away = torch.arange(P * words, dtype=torch.int32, device=DEVICE).view(P, words).clone()
     places = torch.tensor([away.data_ptr() + 4 * words * p for p in range(P)], device=DEVICE)
@@ -313,7 +313,7 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", PLACES, ids=str)
 def test_the_engine_with_kernels(config: dict[str, Any], with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever pages lie, the gradients are those of the plain path."""
+    """With any placement the gradients equal those without kernels."""
     model, ids = build("llama", dtype=torch.float32).to(DEVICE), random_ids(2, 90)
     settings: dict[str, Any] = {"chunk_size": 32, "page_size": 16, "page_budget": 2, "fuse": "off", **config}
 

@@ -1,4 +1,4 @@
-"""Choice of pages: the kernels against plain PyTorch, on a GPU where there is one, else in Triton's interpreter."""
+"""Compare the page score kernels with plain PyTorch, on a GPU or in Triton's interpreter, and check the selection."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, by: float = 1.0) -> 
 
 
 def queries_and_means(shape: Shape, q_dtype: torch.dtype, means_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries as models have them, [B, T, H, D] in memory, and means as part of a longer table with NaN around."""
+    """Make queries in the layout of models, [B, T, H, D] in memory, and means as a slice of a table of NaN."""
     B, K, group, T, D, _, P, rule = shape
     q = normal(B, T, K * group, D, dtype=q_dtype, by=2.0).transpose(1, 2)
     M = P * rule.num_means
@@ -79,7 +79,7 @@ def test_scores(shape: Shape, dtypes: tuple[torch.dtype, torch.dtype], poisoned_
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_scores_in_tiles_of_128(rule: PageRule, poisoned_empty: None) -> None:
-    """The real sizes; with all queries asked, a tile has more rows than a program holds at a time."""
+    """Real sizes. If all queries are sampled, a tile has more rows than a program holds at a time."""
     shape = (1, 2, 7, 131, 64, 128, 37, rule)
     q, means = queries_and_means(shape, torch.float16, FP8)
     assert_same_scores(launch(q, means, rule, 128), expected_scores(q, means, rule, 128))
@@ -95,13 +95,13 @@ def test_scores_in_any_number_of_splits(
     assert_same_scores(launch(q, means, shape[7], 16), expected_scores(q, means, shape[7], 16))
 
 
-def test_reference_asks_one_query_after_the_other() -> None:
+def test_reference_scores_query_by_query() -> None:
     shape = (2, 2, 3, 37, 16, 16, 5, PageRule(3, 5, True))
     B, K, group, _, _, tile_size, P, rule = shape
     q, means = queries_and_means(shape, torch.float64, torch.float64)
     found = page_scores.page_scores(q, means, rule=rule, scale=0.3, tile_size=tile_size)
     expected = torch.zeros(B, 3, P, device=DEVICE, dtype=torch.float64)
-    # A tile of 16 asks at 16/5, 32/5, 48/5, 64/5 and 16 less one, rounded down; the last one has five queries.
+    # A tile of 16 samples at 16/5, 32/5, 48/5, 64/5 and 16, rounded down, minus 1; the last tile has five queries.
     for t in [2, 5, 8, 11, 15, 18, 21, 24, 27, 31, 32, 33, 34, 35, 36]:
         for h in range(K * group):
             shares = torch.einsum("bd,bmd->bm", q[:, h, t], means[:, h // group] * 0.3).softmax(-1)
@@ -109,7 +109,7 @@ def test_reference_asks_one_query_after_the_other() -> None:
     torch.testing.assert_close(found, expected.float())
 
 
-def test_shares_of_a_tile_add_up() -> None:
+def test_scores_of_a_tile_add_up() -> None:
     shape = (1, 2, 3, 37, 64, 16, 13, PageRule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, FP8)
     total = launch(q, means, shape[7], 16).sum(-1)
@@ -117,7 +117,7 @@ def test_shares_of_a_tile_add_up() -> None:
 
 
 def test_scores_far_apart() -> None:
-    """A mean that takes everything, and means that get nothing, are no reason for NaN."""
+    """A mean with all of the mass, and means with none, do not cause NaN."""
     shape = (1, 1, 2, 16, 64, 16, 40, PageRule(4, 8, True))
     q, means = queries_and_means(shape, torch.float16, torch.float16)
     found = launch(q, means * 100, shape[7], 16, scale=1.0)
@@ -125,7 +125,7 @@ def test_scores_far_apart() -> None:
     assert_same_scores(found, expected_scores(q, means * 100, shape[7], 16, scale=1.0))
 
 
-def test_scores_is_the_same_every_time() -> None:
+def test_scores_are_deterministic() -> None:
     q, means = queries_and_means(SHAPES[0], torch.float16, FP8)
     assert torch.equal(launch(q, means, SHAPES[0][7], 32), launch(q, means, SHAPES[0][7], 32))
 
@@ -140,8 +140,8 @@ def test_no_pages_yet(compute: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.gpu
-def test_scores_takes_little_memory() -> None:
-    """A chunk of 4096 against two million tokens: 32 x 16,384 numbers, and the lse of 14,336 rows in some splits."""
+def test_scores_take_little_memory() -> None:
+    """A chunk of 4096 and two million tokens: 32 x 16,384 scores, and the LSE of 14,336 rows in some splits."""
     q = normal(1, 28, 4096, 128, dtype=torch.bfloat16)
     means = normal(1, 4, 32768, 128, dtype=FP8)
     before = torch.cuda.memory_allocated()
@@ -151,7 +151,7 @@ def test_scores_takes_little_memory() -> None:
 
 
 @given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))
-def test_asked_queries_are_evenly_spread(tile_size: int, num_queries: int | None) -> None:
+def test_sampled_queries_are_evenly_spaced(tile_size: int, num_queries: int | None) -> None:
     asked = PageRule(1, num_queries, False).sampled_queries(tile_size)
     assert len(asked) == min(tile_size, num_queries or tile_size) and asked[-1] == tile_size - 1
     gaps = {after - before for before, after in zip([-1, *asked], asked)}
@@ -170,9 +170,9 @@ def naive_selection(scores: list[float], budget: int, has_sink: bool) -> list[in
 
 
 @given(st.data())
-def test_choose_is_the_naive_selection(data: st.DataObject) -> None:
+def test_top_pages_is_the_naive_selection(data: st.DataObject) -> None:
     num_pages = data.draw(st.integers(1, 40))
-    # Few values, so that many are equal.
+    # Few distinct values, so that there are ties.
     value = st.one_of(st.sampled_from([0.0, 1e-40, 0.5, 1.0]), st.floats(0, 1e4, width=32))
     rows = data.draw(st.lists(st.lists(value, min_size=num_pages, max_size=num_pages), min_size=1, max_size=4))
     budget, has_sink = data.draw(st.integers(1, 50)), data.draw(st.booleans())
@@ -195,8 +195,8 @@ def test_budget_and_sink(budget: int, has_sink: bool) -> None:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("means_dtype", [FP8, torch.float16], ids=str)
-def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: PageRule) -> None:
-    """From keys to pages: the queries of each tile are like the keys of one page."""
+def test_the_matching_page_is_selected(means_dtype: torch.dtype, rule: PageRule) -> None:
+    """The queries of each tile resemble the keys of one page."""
     page_size, num_pages, tile_size, sought = 16, 12, 32, [7, 3]
     keys = normal(1, 2, num_pages, page_size, 64)
     directions = normal(2, 64)
@@ -214,7 +214,7 @@ def test_the_page_that_is_looked_for_is_chosen(means_dtype: torch.dtype, rule: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_summarise_writes_means_into_a_part_of_the_table(dtype: torch.dtype) -> None:
+def test_summarize_writes_to_a_slice_of_the_table(dtype: torch.dtype) -> None:
     k = normal(2, 24, 3, 8, dtype=dtype).transpose(1, 2)
     table = torch.full((2, 3, 20, 8), 7.0, dtype=dtype, device=DEVICE)
     page_scores.summarize(k, page_size=12, num_means=3, out_BKMD=table[:, :, 4:10])
@@ -232,7 +232,7 @@ def test_means_stay_in_range(dtype: torch.dtype, largest: float) -> None:
     assert means.float()[0, 0].tolist() == [[largest, -largest, largest, largest, 0.3125, 2**-9]] * 2
 
 
-def test_means_that_do_not_share_a_page_evenly() -> None:
+def test_means_must_divide_a_page() -> None:
     out = torch.empty(1, 1, 4, 8)
     with pytest.raises(ValueError, match="means_per_page"):
         page_scores.summarize(torch.zeros(1, 1, 6, 8), page_size=6, num_means=4, out_BKMD=out)

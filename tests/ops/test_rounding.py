@@ -1,4 +1,4 @@
-"""Adding to gradients at rest: unbiased, exact where it can be, the same for the same seed."""
+"""Check stochastic rounding: unbiased, exact where possible, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oomb.ops.rounding import add_, add_stochastic_, add_stochastic_reference
 
 
 def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The numbers of `dtype` next to x, towards zero and away from it."""
+    """Return the values of `dtype` next to x, toward zero and away from it."""
     below = x.to(dtype)
     bits = below.view(torch.int16)
     too_far = below.float().abs() > x.abs()
@@ -21,7 +21,7 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_sum_is_rounded_to_one_of_its_neighbours(dtype: torch.dtype) -> None:
+def test_a_sum_is_rounded_to_a_neighbor(dtype: torch.dtype) -> None:
     total = torch.randn(4000).to(dtype)
     share = torch.randn(4000) * 10 ** torch.randint(-4, 2, (4000,)).float()
     summed = total.float() + share
@@ -35,7 +35,7 @@ def test_a_sum_is_rounded_to_one_of_its_neighbours(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [0, 2**31 - 1])
-def test_what_needs_no_rounding_is_exact(dtype: torch.dtype, bits: int) -> None:
+def test_representable_sums_are_exact(dtype: torch.dtype, bits: int) -> None:
     total = torch.tensor([1.0, -2.0, 0.0, 3.0, 0.5]).to(dtype)
     share = torch.tensor([0.5, 0.25, 0.0, -3.0, 1 / 128])
     add_stochastic_reference(total, share, torch.full((5,), bits, dtype=torch.int32))
@@ -44,8 +44,8 @@ def test_what_needs_no_rounding_is_exact(dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_many_small_shares_arrive(dtype: torch.dtype, sign: int) -> None:
-    """1024 shares, each a sixteenth of half the distance to the next number: rounding to nearest loses all of them."""
+def test_many_small_updates_survive(dtype: torch.dtype, sign: int) -> None:
+    """1024 updates of 1/16 of half the distance to the next value: round-to-nearest loses all of them."""
     step = torch.finfo(dtype).eps
     shape = (1, 2, 16, 32)
     total = torch.full(shape, float(sign)).to(dtype)
@@ -59,14 +59,14 @@ def test_many_small_shares_arrive(dtype: torch.dtype, sign: int) -> None:
         assert arrived == 0, "float32 is rounded to nearest"
         return
     assert (nearest == sign).all()
-    # The mean of 1024 walks of 1024 steps of variance 1/32 x 31/32: its deviation is 0.5% of the way.
+    # The mean of 1024 walks of 1024 steps with variance 1/32 x 31/32 has a deviation of 0.5% of the distance.
     assert abs(arrived - 1) < 0.03
     assert total.double().std() > 0, "all of them went the same way"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_infinities_and_nan_stay(dtype: torch.dtype) -> None:
-    """Also the NaN whose bits are all ones, a GPU's usual one: there the random bits have nowhere to carry to."""
+def test_infinities_and_nan_are_kept(dtype: torch.dtype) -> None:
+    """Including the NaN whose bits are all ones, which GPUs produce: random bits would overflow it."""
     inf, nan = float("inf"), float("nan")
     total = torch.tensor([inf, -inf, 1.0, 1.0, nan, inf]).to(dtype)
     share = torch.tensor([1.0, 1.0, -inf, nan, 1.0, -inf])
@@ -98,7 +98,7 @@ def test_rounding_repeats_with_the_seed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_large_sums_are_made_piece_by_piece(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_sums_are_computed_in_blocks(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "BLOCK_SIZE", 100)
     total, share = torch.randn(37, 29).to(torch.bfloat16), torch.randn(37, 29)
     if transposed:
