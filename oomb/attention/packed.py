@@ -88,7 +88,7 @@ def _is_one_call(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
 
 @lru_cache(maxsize=64)
 def _marks(starts: tuple[int, ...], end: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return where documents begin and the last one ends, and the longest length. All layers of a chunk ask alike."""
+    """Return where documents begin and the last one ends, and the longest length. Cached for all layers of a chunk."""
     marks = (*starts, end)
     return torch.tensor(marks, dtype=torch.int32, device=device), max(b - a for a, b in pairwise(marks))
 

@@ -37,8 +37,8 @@ def forward(
     for b, at, k, v, _ in _tiles(q_BHTD, pages, selected_BNC, tile_size):
         part, part_lse = reference.forward(q_BHTD[b : b + 1, :, at], k, v, scale=scale, causal=False, softcap=softcap)
         whole = torch.logaddexp(lse[b, :, at], part_lse[0])
-        shares = ((x - whole).exp().unsqueeze(-1) for x in (lse[b, :, at], part_lse[0]))
-        before, added = (x.to(whole.dtype) * share for x, share in zip((out[b, :, at], part[0]), shares, strict=True))
+        weights = ((x - whole).exp().unsqueeze(-1) for x in (lse[b, :, at], part_lse[0]))
+        before, added = (x.to(whole.dtype) * w for x, w in zip((out[b, :, at], part[0]), weights, strict=True))
         out[b, :, at], lse[b, :, at] = (before + added).to(out.dtype), whole
     return out, lse
 

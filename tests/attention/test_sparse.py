@@ -19,7 +19,7 @@ from oomb.planner import placement
 
 CHUNK, PAGE, TILE = 16, 8, 8
 TOLERANCE = 1e-10
-Choices = dict[tuple[int, int], Tensor]
+Selections = dict[tuple[int, int], Tensor]
 """Selections by layer and start of the chunk."""
 _seen: dict[int, Tensor] = {}
 
@@ -30,9 +30,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def choices(monkeypatch: pytest.MonkeyPatch) -> Choices:
+def selections(monkeypatch: pytest.MonkeyPatch) -> Selections:
     """Record selections while training."""
-    found: Choices = {}
+    found: Selections = {}
     set_selection = SparseLayerPast.set_selection
 
     def spy(past: SparseLayerPast, selected_BNC: Tensor, reads_in_place: bool) -> None:
@@ -48,12 +48,12 @@ def sparse_engine(model: Any, budget: int, **config: Any) -> oomb.Engine:
     return engine_for(model, **{"chunk_size": CHUNK, "page_size": PAGE, "page_budget": budget, **config})
 
 
-def seen_keys(choices: Choices, B: int, T: int, chunk: int = CHUNK) -> dict[int, Tensor]:
+def seen_keys(selections: Selections, B: int, T: int, chunk: int = CHUNK) -> dict[int, Tensor]:
     """Return the mask [B, T, T] of each layer: the own chunk and the selected pages."""
     chunk_of = torch.arange(T) // chunk
     own = chunk_of[:, None] == chunk_of[None, :]
-    found = {layer: own.expand(B, T, T).clone() for layer, _ in choices}
-    for (layer, start), selected_BNC in choices.items():
+    found = {layer: own.expand(B, T, T).clone() for layer, _ in selections}
+    for (layer, start), selected_BNC in selections.items():
         for b, by_tile in enumerate(selected_BNC):
             for n, pages in enumerate(by_tile):
                 first = start + n * TILE
@@ -84,11 +84,13 @@ def masked_gradients(model: Any, seen: dict[int, Tensor], *args: Any, **kwargs: 
         _seen.clear()
 
 
-def check(model: Any, ids: Tensor, choices: Choices, budget: int, tolerance: float = TOLERANCE, **config: Any) -> None:
-    choices.clear()
+def check(
+    model: Any, ids: Tensor, selections: Selections, budget: int, tolerance: float = TOLERANCE, **config: Any
+) -> None:
+    selections.clear()
     loss = sparse_engine(model, budget, **config).loss(ids)
     found = backward_gradients(model, loss)
-    seen = seen_keys(choices, *ids.shape)
+    seen = seen_keys(selections, *ids.shape)
     assert any(not x.equal(x | torch.ones_like(x).tril()) for x in seen.values()) or budget >= ids.shape[1] // PAGE
     expected_loss, expected = masked_gradients(model, seen, ids)
     assert relative_error(loss.detach(), expected_loss) <= tolerance
@@ -105,21 +107,21 @@ PLACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("config", PLACES, ids=str)
 @pytest.mark.parametrize("budget", [1, 3])
-def test_gradients_match_the_mask(choices: Choices, budget: int, config: dict[str, Any]) -> None:
-    check(build("llama"), random_ids(2, 101), choices, budget, **config)
+def test_gradients_match_the_mask(selections: Selections, budget: int, config: dict[str, Any]) -> None:
+    check(build("llama"), random_ids(2, 101), selections, budget, **config)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "gpt_neox"])
-def test_every_kind_of_attention(choices: Choices, family: str) -> None:
+def test_every_kind_of_attention(selections: Selections, family: str) -> None:
     tolerance = {"gemma2": 1e-6, "gemma3": 1e-6, "gpt_oss": 2e-5}.get(family, 1e-10)
     dtype = torch.float32 if family == "gpt_oss" else torch.float64
-    check(build(family, dtype=dtype), random_ids(1, 90), choices, 2, tolerance)
+    check(build(family, dtype=dtype), random_ids(1, 90), selections, 2, tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 95, 96])
-def test_odd_lengths(choices: Choices, length: int) -> None:
+def test_odd_lengths(selections: Selections, length: int) -> None:
     ids = random_ids(1, max(2, length))
-    check(build("llama"), ids, choices, 2)
+    check(build("llama"), ids, selections, 2)
 
 
 def assert_dense(model: Any, ids: Tensor, budget: int) -> None:
@@ -138,8 +140,8 @@ def test_windows_are_not_affected() -> None:
     assert_dense(build("mistral_sliding"), random_ids(1, 90), 1)
 
 
-def test_lora(choices: Choices) -> None:
-    check(lora(build("llama"), dropout=0.0), random_ids(1, 70), choices, 2)
+def test_lora(selections: Selections) -> None:
+    check(lora(build("llama"), dropout=0.0), random_ids(1, 70), selections, 2)
 
 
 def test_two_calls_alive_at_once() -> None:
@@ -159,12 +161,12 @@ def test_evaluation_selects_like_training() -> None:
     torch.testing.assert_close(scored, engine.logprobs(ids).detach(), rtol=0, atol=0)
 
 
-def test_the_first_page_is_always_selected(choices: Choices) -> None:
+def test_the_first_page_is_always_selected(selections: Selections) -> None:
     sparse_engine(build("llama"), 2).loss(random_ids(1, 101))
-    assert all((chosen == 0).any(-1).all() for chosen in choices.values())
-    choices.clear()
+    assert all((selection == 0).any(-1).all() for selection in selections.values())
+    selections.clear()
     sparse_engine(build("llama"), 2, page_rule="paper").loss(random_ids(1, 101))
-    assert not all((chosen == 0).any(-1).all() for chosen in choices.values())
+    assert not all((selection == 0).any(-1).all() for selection in selections.values())
 
 
 @pytest.mark.parametrize("budget", [0, -1, True, "8", 2.5])

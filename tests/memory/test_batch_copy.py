@@ -33,11 +33,11 @@ def test_driver_arguments(reports_failed: bool, code: int, monkeypatch: pytest.M
             batch_copy.copy_all(targets, sources, 96, 5)
     else:
         batch_copy.copy_all(targets, sources, 96, 5)
-    [(*told, rest)] = calls
-    assert told == [targets.tolist(), sources.tolist(), [96, 96], 2]
+    [(*passed, rest)] = calls
+    assert passed == [targets.tolist(), sources.tolist(), [96, 96], 2]
     assert (rest[2].value, rest[-1].value, len(rest)) == (1, 5, 5 if reports_failed else 4)
     batch_copy.copy_all(targets[:0], sources[:0], 96, 5)
-    assert len(calls) == 1, "nothing is asked for where there is nothing to copy"
+    assert len(calls) == 1, "no call if there is nothing to copy"
 
 
 def test_attributes_have_the_layout_of_cuda_h() -> None:

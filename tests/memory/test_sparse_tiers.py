@@ -133,7 +133,7 @@ def test_rounding_is_stochastic() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", ["evaluated", "dropped", "walked back"])
+@pytest.mark.parametrize("what", ["evaluated", "dropped", "backward done"])
 def test_pages_are_freed_without_the_garbage_collector(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tables are freed by the gradient pass, even if the loss is still referenced."""
     if way == "followed":
@@ -148,7 +148,7 @@ def test_pages_are_freed_without_the_garbage_collector(what: str, way: str, monk
     try:
         with torch.set_grad_enabled(what != "evaluated"):
             loss = engine.loss(random_ids(1, LENGTH))
-        if what == "walked back":
+        if what == "backward done":
             loss.backward()
             (store,) = stores()
             assert store.selected is not None and not any(

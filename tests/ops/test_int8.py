@@ -82,18 +82,18 @@ def test_dequantize_kernel(shape: tuple[int, ...], tiles: dict[str, int], num_ro
     from oomb.ops.triton_kernels.page_copy import dequantize_pages, dequantize_tiles
 
     B, K, D, V, S = shape
-    P, chosen = 5, (3, 0, 4)
+    P, selected = 5, (3, 0, 4)
     row, wide = kv_row((B, K, D), (B, K, V), torch.int8), kv_row((B, K, D), (B, K, V), torch.float32)
     pages = torch.zeros(P, S * row.num_bytes, dtype=torch.uint8, device=DEVICE)
     values = [torch.randn(B, K, P * S, size, device=DEVICE) for size in (D, V)]
     row.write(row.views(pages.flatten(), P * S), values)
     addresses = torch.tensor([pages[p].data_ptr() for p in range(P)], device=DEVICE)
-    which = torch.tensor([*chosen, -1], dtype=torch.int32, device=DEVICE)
+    which = torch.tensor([*selected, -1], dtype=torch.int32, device=DEVICE)
     count = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     buffer = torch.zeros(3, S * wide.num_bytes // 4, device=DEVICE)
     places = buffer.view(torch.uint8)
     flags = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 0]], dtype=torch.uint8, device=DEVICE)
-    held = [num_rows == 0 or p != 4 for p in chosen]
+    held = [num_rows == 0 or p != 4 for p in selected]
 
     def move(is_out: bool, rows: int, seed: int = 0) -> None:
         dequantize_pages[(2,)](
@@ -102,7 +102,7 @@ def test_dequantize_kernel(shape: tuple[int, ...], tiles: dict[str, int], num_ro
             **{**dequantize_tiles(B * K, max(D, V)), **tiles}, num_warps=16,
         )  # fmt: skip
 
-    for place, p, holds in zip(places, chosen, held, strict=True):
+    for place, p, holds in zip(places, selected, held, strict=True):
         if p >= edge and holds:
             place[-pages.shape[1] :] = pages[p]
             # Nothing is read where it was.
@@ -111,7 +111,7 @@ def test_dequantize_kernel(shape: tuple[int, ...], tiles: dict[str, int], num_ro
     found = wide.views(places.flatten(), 3 * S)
     expected = row.read(row.views(pages.flatten(), P * S))
     for x, y in zip(found, expected, strict=True):
-        for i, p in enumerate(chosen):
+        for i, p in enumerate(selected):
             assert torch.equal(x[:, :, i * S : (i + 1) * S], y[:, :, p * S : (p + 1) * S] * held[i])
     # Quantize again: values on the grid stay unchanged with any seed; others are rounded stochastically.
     before = pages.clone()
@@ -119,14 +119,14 @@ def test_dequantize_kernel(shape: tuple[int, ...], tiles: dict[str, int], num_ro
         x.copy_(torch.randn_like(x) * 3)
     given = [x.clone() for x in found]
     move(True, 0, seed=9)
-    assert torch.equal(pages[[1, 2]], before[[1, 2]]), "what was not chosen is left alone"
-    for place, p in zip(places, chosen, strict=True):
+    assert torch.equal(pages[[1, 2]], before[[1, 2]]), "what was not selected is left alone"
+    for place, p in zip(places, selected, strict=True):
         if p >= edge:
             assert torch.equal(pages[p], before[p])
             pages[p] = place[: pages.shape[1]]
     narrowed = row.read(row.views(pages.flatten(), P * S))
     for x, y in zip(given, narrowed, strict=True):
-        for i, p in enumerate(chosen):
+        for i, p in enumerate(selected):
             here = x[:, :, i * S : (i + 1) * S]
             off = (y[:, :, p * S : (p + 1) * S] - here).abs()
             assert (off <= 1.03 / LEVELS * here.abs().amax(-1, keepdim=True)).all()

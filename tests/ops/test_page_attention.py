@@ -58,11 +58,11 @@ class Case:
         rows[places[-1], (self.length - 1) % self.S + 1 :] = torch.nan
         N = -(-self.T // self.tile)
         C = min(self.C, P)
-        chosen = torch.full((self.B, N, C), -1, dtype=torch.int32)
+        selected = torch.full((self.B, N, C), -1, dtype=torch.int32)
         for b in range(self.B):
             for n in range(N):
                 some = torch.randperm(P)[: C if self.full else int(torch.randint(int(n == 0), C + 1, ()))]
-                chosen[b, n, : len(some)] = some
+                selected[b, n, : len(some)] = some
         pages = PageView(
             rows.to(DEVICE, dtype).flatten(), (places * self.S * row).to(DEVICE), self.length, self.S, row, self.K,
             self.D, V, value_at, torch.ones(self.B, P, dtype=torch.uint8, device=DEVICE), 0,
@@ -72,7 +72,7 @@ class Case:
             for size in (self.D, V, V)
         )
         own_lse = torch.randn(self.B, self.K * self.G, self.T, device=DEVICE)
-        return q, dout, pages, chosen.to(DEVICE), own, own_lse
+        return q, dout, pages, selected.to(DEVICE), own, own_lse
 
 
 CASES = [
@@ -125,11 +125,11 @@ def rows_of(pages: PageView) -> Tensor:
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_kernels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
     tolerance = TOLERANCES[dtype]
-    q, dout, pages, chosen, own, own_lse = case.make(dtype)
+    q, dout, pages, selected, own, own_lse = case.make(dtype)
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
     gaps = {"has_gaps": not case.full}
-    out, lse = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings, **gaps)
-    expected_out, expected_lse = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    out, lse = page_attention.launch_forward(q, pages, selected, own, own_lse, **settings, **gaps)
+    expected_out, expected_lse = sparse_reference.forward(q, pages, selected, own, own_lse, **settings)
     assert relative_error(out, expected_out) < tolerance
     assert relative_error(lse, expected_lse) < max(1e-5, tolerance / 10)
 
@@ -137,20 +137,20 @@ def test_kernels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
     whole = torch.logaddexp(expected_lse, torch.randn_like(expected_lse))
     merged = (expected_out * (expected_lse - whole).exp().unsqueeze(-1)).to(dtype)
     own_dq = torch.randn_like(q)
-    dq, delta = page_attention.launch_dq(dout, q, pages, chosen, merged, whole, own_dq, **settings, **gaps)
-    expected_dq, expected_rows = sparse_reference.backward(dout, q, pages, chosen, merged, whole, own_dq, **settings)
+    dq, delta = page_attention.launch_dq(dout, q, pages, selected, merged, whole, own_dq, **settings, **gaps)
+    expected_dq, expected_rows = sparse_reference.backward(dout, q, pages, selected, merged, whole, own_dq, **settings)
     assert relative_error(dq, expected_dq) < 2 * tolerance
     assert relative_error(delta, (dout.float() * merged.float()).sum(-1)) < 2 * tolerance
     grads = grad_pages(pages, torch.float32)
     raw, before, touched = rows_of(grads), rows_of(clean(grads, case.B)), grads.touched_BP.clone()
-    page_attention.launch_dkv(dout, q, pages, chosen, whole, delta, grads, **settings)
+    page_attention.launch_dkv(dout, q, pages, selected, whole, delta, grads, **settings)
     assert torch.equal(touched, grads.touched_BP)
     read = torch.zeros_like(grads.touched_BP, dtype=torch.bool)
     for b in range(case.B):
-        read[b, chosen[b][chosen[b] >= 0].long()] = True
+        read[b, selected[b][selected[b] >= 0].long()] = True
     inside = torch.arange(len(raw) * case.S, device=DEVICE).view(len(raw), case.S) < case.length
     mask = (read.T[:, None, :] & inside[..., None])[..., None, None]
-    shares = torch.zeros_like(raw).index_copy(0, sparse_reference.used(chosen), expected_rows)
+    shares = torch.zeros_like(raw).index_copy(0, sparse_reference.used(selected), expected_rows)
     by_field = (sparse_reference.fields(pages, x, case.B) for x in (rows_of(grads), raw, before, shares))
     for now, as_it_was, counted, share in zip(*by_field, strict=True):
         assert relative_error((now - counted) * mask, share * mask) < 2 * tolerance
@@ -158,15 +158,22 @@ def test_kernels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 def everything(
-    q: Tensor, dout: Tensor, pages: PageView, chosen: Tensor, own: Tensor, own_lse: Tensor, grads: PageView, case: Case
-) -> list[Tensor]:
+    q: Tensor,
+    dout: Tensor,
+    pages: PageView,
+    selected: Tensor,
+    own: Tensor,
+    own_lse: Tensor,
+    grads: PageView,
+    case: Case,
+) -> list[Tensor]:  # fmt: skip
     """Return the results of all kernels: output, LSE, dq, delta, and the bytes of the gradient pages."""
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": case.tile}
-    out, lse = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings, has_gaps=not case.full)
+    out, lse = page_attention.launch_forward(q, pages, selected, own, own_lse, **settings, has_gaps=not case.full)
     dq, delta = page_attention.launch_dq(
-        dout, q, pages, chosen, out, lse, torch.zeros_like(q), **settings, has_gaps=not case.full
+        dout, q, pages, selected, out, lse, torch.zeros_like(q), **settings, has_gaps=not case.full
     )
-    page_attention.launch_dkv(dout, q, pages, chosen, lse, delta, grads, **settings)
+    page_attention.launch_dkv(dout, q, pages, selected, lse, delta, grads, **settings)
     return [out, lse, dq, delta, rows_of(grads).view(torch.uint8)]
 
 
@@ -185,9 +192,9 @@ def test_kernels_are_deterministic(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("full", [True, False])
 def test_offsets_may_exceed_32_bits(full: bool) -> None:
     case = Case(G=2, T=32, D=16, S=16, length=64, C=3, full=full)
-    q, dout, pages, chosen, own, own_lse = case.make(torch.float16)
+    q, dout, pages, selected, own, own_lse = case.make(torch.float16)
     grads = grad_pages(pages, torch.float16)
-    near = everything(q, dout, pages, chosen, own, own_lse, replace(grads, base=grads.base.clone()), case)
+    near = everything(q, dout, pages, selected, own, own_lse, replace(grads, base=grads.base.clone()), case)
     page_size = case.S * pages.row_size
 
     def spread(view: PageView) -> PageView:
@@ -198,7 +205,7 @@ def test_offsets_may_exceed_32_bits(full: bool) -> None:
             base[there : there + page_size] = page.flatten()
         return replace(view, base=base, offsets_P=places)
 
-    far = everything(q, dout, spread(pages), chosen, own, own_lse, spread(grads), case)
+    far = everything(q, dout, spread(pages), selected, own, own_lse, spread(grads), case)
     for name, a, b in zip(("out", "lse", "dq", "delta"), far, near, strict=False):
         assert torch.equal(a, b), name
     # Stochastic rounding depends on the position: equal up to the last bit.
@@ -209,36 +216,36 @@ def test_offsets_may_exceed_32_bits(full: bool) -> None:
 def test_pages_in_another_precision(dtype: torch.dtype) -> None:
     """Stored K, V and gradients may be wider or narrower than the working precision."""
     case = Case(K=2, G=2, T=20, D=16, S=16, length=48, C=2, full=True)
-    q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
+    q, dout, pages, selected, own, own_lse = case.make(torch.float32)
     pages = replace(pages, base=pages.base.to(dtype))
     settings: dict[str, Any] = {"scale": 0.3, "tile_size": 16}
-    found = page_attention.launch_forward(q, pages, chosen, own, own_lse, **settings)
-    expected = sparse_reference.forward(q, pages, chosen, own, own_lse, **settings)
+    found = page_attention.launch_forward(q, pages, selected, own, own_lse, **settings)
+    expected = sparse_reference.forward(q, pages, selected, own, own_lse, **settings)
     for x, y in zip(found, expected, strict=True):
         assert relative_error(x, y) < 1e-5
-    dq, delta = page_attention.launch_dq(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
-    expected_dq, rows = sparse_reference.backward(dout, q, pages, chosen, *expected, torch.zeros_like(q), **settings)
+    dq, delta = page_attention.launch_dq(dout, q, pages, selected, *expected, torch.zeros_like(q), **settings)
+    expected_dq, rows = sparse_reference.backward(dout, q, pages, selected, *expected, torch.zeros_like(q), **settings)
     assert relative_error(dq, expected_dq) < 1e-5
     grads = replace(grad_pages(pages, torch.float32), touched_BP=torch.zeros_like(pages.touched_BP))
-    page_attention.launch_dkv(dout, q, pages, chosen, expected[1], delta, grads, **settings)
-    assert relative_error(rows_of(grads)[sparse_reference.used(chosen)], rows) < 1e-5
+    page_attention.launch_dkv(dout, q, pages, selected, expected[1], delta, grads, **settings)
+    assert relative_error(rows_of(grads)[sparse_reference.used(selected)], rows) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
 def test_16_bit_gradients_are_rounded_stochastically(dtype: torch.dtype) -> None:
     """Their mean over seeds equals the float32 gradients."""
     case = Case(K=2, G=2, T=32, D=16, S=16, length=48, C=2, full=True)
-    q, dout, pages, chosen, own, own_lse = case.make(torch.float32)
-    out, lse = sparse_reference.forward(q, pages, chosen, own, own_lse, scale=0.3, tile_size=16)
+    q, dout, pages, selected, own, own_lse = case.make(torch.float32)
+    out, lse = sparse_reference.forward(q, pages, selected, own, own_lse, scale=0.3, tile_size=16)
     delta = (dout * out).sum(-1)
     wide = clean(grad_pages(pages, torch.float32), 1)
     start = replace(wide, base=wide.base.to(dtype), touched_BP=torch.ones_like(wide.touched_BP))
     wide = replace(start, base=start.base.float())
-    page_attention.launch_dkv(dout, q, pages, chosen, lse, delta, wide, scale=0.3, tile_size=16)
+    page_attention.launch_dkv(dout, q, pages, selected, lse, delta, wide, scale=0.3, tile_size=16)
     sums, count = torch.zeros_like(wide.base), 32
     for seed in range(count):
         short = replace(start, base=start.base.clone(), seed=seed)
-        page_attention.launch_dkv(dout, q, pages, chosen, lse, delta, short, scale=0.3, tile_size=16)
+        page_attention.launch_dkv(dout, q, pages, selected, lse, delta, short, scale=0.3, tile_size=16)
         sums += short.base.float()
     nearest = (wide.base.to(dtype).float() - wide.base).norm()
     assert (sums / count - wide.base).norm() < 0.5 * nearest
@@ -247,9 +254,15 @@ def test_16_bit_gradients_are_rounded_stochastically(dtype: torch.dtype) -> None
 def test_selecting_every_page_is_dense_attention() -> None:
     case = Case(B=2, K=2, G=2, T=40, D=8, S=16, length=70, C=5, full=True)
     q, _, pages, _, own, own_lse = case.make(torch.float64)
-    chosen = torch.arange(5, device=DEVICE).expand(2, 3, 5).int()
+    selected = torch.arange(5, device=DEVICE).expand(2, 3, 5).int()
     out, lse = sparse_reference.forward(
-        q, pages, chosen, torch.zeros_like(own), torch.full_like(own_lse, -torch.inf).double(), scale=0.3, tile_size=16
+        q,
+        pages,
+        selected,
+        torch.zeros_like(own),
+        torch.full_like(own_lse, -torch.inf).double(),
+        scale=0.3,
+        tile_size=16,
     )
     rows = rows_of(pages).flatten(0, 1)[:70]
     k, v = (x.permute(1, 2, 0, 3) for x in sparse_reference.fields(pages, rows, 2))
@@ -259,8 +272,8 @@ def test_selecting_every_page_is_dense_attention() -> None:
 
 
 def test_readers_of_a_page() -> None:
-    chosen = torch.tensor([[[2, 0], [2, -1], [-1, -1]], [[1, 2], [0, 2], [2, 1]]], dtype=torch.int32)
-    readers, ends, order = page_attention.invert(chosen, num_pages=3)
+    selected = torch.tensor([[[2, 0], [2, -1], [-1, -1]], [[1, 2], [0, 2], [2, 1]]], dtype=torch.int32)
+    readers, ends, order = page_attention.invert(selected, num_pages=3)
     lists = [readers[a:b].tolist() for a, b in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
     assert lists == [[0], [], [0, 1], [4], [3, 5], [3, 4, 5]]
     assert order.tolist() == [5, 2, 4, 0, 3, 1]
@@ -277,9 +290,9 @@ def test_selected_pages_are_gathered_and_stored_back(edge: int) -> None:
         torch.zeros(4, dtype=torch.int32, device=DEVICE),
     )
     moved = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    chosen = torch.tensor([7, 2, 4, 7, -1, 4, 8], dtype=torch.int16, device=DEVICE)
+    selected = torch.tensor([7, 2, 4, 7, -1, 4, 8], dtype=torch.int16, device=DEVICE)
     touched = torch.tensor([[0] * 9, [1, 1, 1, 1, 1, 1, 1, 0, 1]], dtype=torch.uint8, device=DEVICE)
-    page_copy.mark_pages[(2,)](places, chosen, len(chosen), edge, TILE=4)
+    page_copy.mark_pages[(2,)](places, selected, len(selected), edge, TILE=4)
     page_copy.assign_slots[(1,)](
         places, which, count, moved, touched, buffer.data_ptr(), 4 * words, 4 * words, edge, P, 2, P, TILE=4
     )

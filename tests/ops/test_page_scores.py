@@ -152,9 +152,9 @@ def test_scores_take_little_memory() -> None:
 
 @given(st.integers(1, 300), st.one_of(st.none(), st.integers(1, 300)))
 def test_sampled_queries_are_evenly_spaced(tile_size: int, num_queries: int | None) -> None:
-    asked = PageRule(1, num_queries, False).sampled_queries(tile_size)
-    assert len(asked) == min(tile_size, num_queries or tile_size) and asked[-1] == tile_size - 1
-    gaps = {after - before for before, after in zip([-1, *asked], asked)}
+    sampled = PageRule(1, num_queries, False).sampled_queries(tile_size)
+    assert len(sampled) == min(tile_size, num_queries or tile_size) and sampled[-1] == tile_size - 1
+    gaps = {after - before for before, after in zip([-1, *sampled], sampled)}
     assert min(gaps) > 0 and max(gaps) - min(gaps) <= 1
 
 
@@ -176,9 +176,9 @@ def test_top_pages_is_the_naive_selection(data: st.DataObject) -> None:
     value = st.one_of(st.sampled_from([0.0, 1e-40, 0.5, 1.0]), st.floats(0, 1e4, width=32))
     rows = data.draw(st.lists(st.lists(value, min_size=num_pages, max_size=num_pages), min_size=1, max_size=4))
     budget, has_sink = data.draw(st.integers(1, 50)), data.draw(st.booleans())
-    chosen = page_scores.top_pages(torch.tensor([rows], device=DEVICE), budget, has_sink)
-    assert chosen.dtype == torch.int32
-    assert chosen[0].tolist() == [naive_selection(row, budget, has_sink) for row in rows]
+    selected = page_scores.top_pages(torch.tensor([rows], device=DEVICE), budget, has_sink)
+    assert selected.dtype == torch.int32
+    assert selected[0].tolist() == [naive_selection(row, budget, has_sink) for row in rows]
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
@@ -187,9 +187,9 @@ def test_budget_and_sink(budget: int, has_sink: bool) -> None:
     scores = torch.rand(2, 3, 9, device=DEVICE) + 0.1
     scores[:, :, 0] = 0.0
     before = scores.clone()
-    chosen = page_scores.top_pages(scores, budget, has_sink)
-    assert chosen.shape == (2, 3, min(budget, 9)) and (chosen.diff(dim=-1) > 0).all()
-    assert (chosen == 0).any(-1).all() == (has_sink or budget >= 9)
+    selected = page_scores.top_pages(scores, budget, has_sink)
+    assert selected.shape == (2, 3, min(budget, 9)) and (selected.diff(dim=-1) > 0).all()
+    assert (selected == 0).any(-1).all() == (has_sink or budget >= 9)
     assert torch.equal(scores, before), "the scores are not modified"
 
 
@@ -209,8 +209,8 @@ def test_the_matching_page_is_selected(means_dtype: torch.dtype, rule: PageRule)
         page_scores.page_scores(q, means, rule=rule, scale=0.125, tile_size=tile_size),
         launch(q, means, rule, tile_size, scale=0.125),
     ):
-        chosen = page_scores.top_pages(scores, 2 if rule.has_sink else 1, rule.has_sink)
-        assert chosen.tolist() == [[[0, page] if rule.has_sink else [page] for page in sought]]
+        selected = page_scores.top_pages(scores, 2 if rule.has_sink else 1, rule.has_sink)
+        assert selected.tolist() == [[[0, page] if rule.has_sink else [page] for page in sought]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -72,10 +72,10 @@ def add_share_kernel(total, x, seed, num_elements, DROPPED: tl.constexpr, TILE: 
 
 @triton.jit
 def accumulate_kernel(
-    total, share, seed, T, D, total_b, total_k, total_t, share_b, share_k, share_t,
+    total, update, seed, T, D, total_b, total_k, total_t, update_b, update_k, update_t,
     DROPPED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Add share to total in float32. With DROPPED > 0 that many bits of the sum are dropped by stochastic rounding.
+    """Add update to total in float32. With DROPPED > 0 that many bits of the sum are dropped by stochastic rounding.
 
     Both are [B, K, T, D] with strides *_b, *_k, *_t and 1. A program processes TILE_T tokens of one head. The random
     bits of an element depend on `seed` and its index in a contiguous [B, K, T, D].
@@ -85,9 +85,9 @@ def accumulate_kernel(
     d = tl.arange(0, TILE_D)
     inside = (t < T)[:, None] & (d < D)[None, :]
     total_at = b * total_b + k * total_k + t[:, None] * total_t + d[None, :]
-    share_at = b * share_b + k * share_k + t[:, None] * share_t + d[None, :]
+    update_at = b * update_b + k * update_k + t[:, None] * update_t + d[None, :]
     summed = tl.load(total + total_at, inside, other=0.0).to(tl.float32)
-    summed += tl.load(share + share_at, inside, other=0.0).to(tl.float32)
+    summed += tl.load(update + update_at, inside, other=0.0).to(tl.float32)
     if DROPPED > 0:
         index = ((b * tl.num_programs(1) + k) * T + t[:, None]) * D + d[None, :]
         summed = stochastic_round(summed, seed, index, DROPPED)

@@ -95,7 +95,7 @@ def page_scores_kernel(
     m = page.to(tl.int64) * NUM_MEANS + place % TILE_PAGE
     means_at = means + b * means_b + m[:, None] * means_m + d[None, :]
     ROW_TILES: tl.constexpr = (SAMPLED * GROUP + TILE_R - 1) // TILE_R
-    shares = tl.zeros([TILE_M, TILE_R], tl.float32)
+    probs = tl.zeros([TILE_M, TILE_R], tl.float32)
     for step in range(K * ROW_TILES):
         k = tl.cast(step // ROW_TILES, tl.int64)
         row_of_tile = step % ROW_TILES * TILE_R + tl.arange(0, TILE_R)
@@ -108,8 +108,8 @@ def page_scores_kernel(
         means_tile = means_tile.to(tl.float32).to(q_tile.dtype)
         whole = tl.load(lse + (b * K + k) * num_rows + row, exists, other=float("inf"))
         scores = tl.dot(means_tile, tl.trans(q_tile), input_precision="ieee") * scale_log2
-        shares += tl.exp2(scores - whole[None, :])
-    by_mean = tl.where(is_mean, tl.sum(shares, 1), 0.0)
+        probs += tl.exp2(scores - whole[None, :])
+    by_mean = tl.where(is_mean, tl.sum(probs, 1), 0.0)
     by_page = tl.sum(tl.reshape(by_mean, [PAGES, TILE_PAGE]), 1)
     page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
     tl.store(scores_out + (b * tl.num_programs(0) + n) * P + page, by_page, page < P)
