@@ -20,7 +20,7 @@ from oomb.utils.units import GIB, gib
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-GAPS = 0.03
+FRAGMENTATION = 0.03
 """Share of GPU memory lost to fragmentation. Steps of Qwen2.5-7B reserved 3% to 6% more than they used; the planner's
 safety margin covers the rest."""
 BLOCK_BYTES = GIB
@@ -41,7 +41,7 @@ def free_gpu_bytes(device: torch.device) -> int | None:
 def usable_gpu_bytes(device: torch.device) -> int | None:
     """Return the free memory of the device without what fragmentation will take."""
     free = free_gpu_bytes(device)
-    return None if free is None else max(0, free - int(GAPS * (free + torch.cuda.memory_allocated(device))))
+    return None if free is None else max(0, free - int(FRAGMENTATION * (free + torch.cuda.memory_allocated(device))))
 
 
 def use_expandable_segments(device: torch.device) -> None:

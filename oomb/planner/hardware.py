@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oomb.memory.host import GAPS, free_host_bytes
+from oomb.memory.host import FRAGMENTATION, free_host_bytes
 from oomb.utils.units import GIB, parse_memory
 
 PCIE_5_BYTES_PER_SECOND = 45e9
@@ -127,7 +127,7 @@ class Machine:
     @property
     def usable_gpu_bytes(self) -> int:
         """GPU memory that PyTorch can hand out: without the CUDA context and gaps between allocations."""
-        return max(0, int((self.gpu_bytes - CONTEXT_BYTES) * (1 - GAPS)))
+        return max(0, int((self.gpu_bytes - CONTEXT_BYTES) * (1 - FRAGMENTATION)))
 
 
 def machine_named(gpu: str, host_bytes: int) -> Machine:
