@@ -173,19 +173,19 @@ def finish(folder: Path, plan: dict[str, Any], num_shards: int, source: str) -> 
     num_tokens, stats = 0, EncodeStats()
     kept: list[dict[str, Any]] = []
     ends: list[np.ndarray] = []
-    learnt: list[np.ndarray] = []
+    spans: list[np.ndarray] = []
     for number in range(num_shards):
         record = json.loads(record_path(folder, number).read_text())
         ends.append(np.asarray(record["ends"], dtype=np.int64) + num_tokens)
         if record["spans"] is not None:
-            learnt.append(np.asarray(record["spans"], dtype=np.int64).reshape(-1, 2) + num_tokens)
+            spans.append(np.asarray(record["spans"], dtype=np.int64).reshape(-1, 2) + num_tokens)
         num_tokens += record["num_tokens"]
         stats.add(EncodeStats(**record["tally"]))
         kept.append({key: record[key] for key in ("name", "num_tokens", "sha256")})
     stats.require_documents(source)
     sums = {DOCUMENTS: write_array(folder / DOCUMENTS, np.concatenate(ends))}
-    if learnt:
-        sums[LEARNT] = write_array(folder / LEARNT, np.concatenate(learnt))
+    if spans:
+        sums[LEARNT] = write_array(folder / LEARNT, np.concatenate(spans))
     manifest = {
         "format": FORMAT,
         "version": VERSION,
