@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from oomb.config import SettingError
 
-EXIT_NOT_TRUSTED = EXIT_DOES_NOT_FIT = EXIT_NOT_AS_ASKED = 1
+EXIT_NOT_TRUSTED = EXIT_DOES_NOT_FIT = EXIT_INCOMPLETE = 1
 """Gradients differ; a plan does not fit; training ended early on an error, or the model was saved elsewhere."""
 EXIT_BAD_INPUT = 2
 EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 129, 130, 143

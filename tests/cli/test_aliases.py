@@ -1,4 +1,4 @@
-"""Names from scripts of Hugging Face and TRL: some mean a setting of ours, others are answered with the remedy."""
+"""Test names from Hugging Face and TRL: some are aliases, others are answered with what to use instead."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ OTHER_NAMES = [
 
 
 @pytest.mark.parametrize(("alias", "name", "value"), OTHER_NAMES)
-def test_other_names_of_a_setting(here: Path, alias: str, name: str, value: str) -> None:
+def test_aliases_of_a_setting(here: Path, alias: str, name: str, value: str) -> None:
     for flags in ([f"--{alias}", value], [f"--{alias}={value}"], [f"--{alias}", value, f"--{name}", value]):
         assert printed(*flags)[name] == value
     Path("run.yaml").write_text(f"{alias}: {value}\n")
     assert printed("run.yaml")[name] == value
-    # A flag overrules the file, by whichever name.
+    # A flag overrides the file, by whichever name.
     assert printed("run.yaml", f"--{name}", "demo")[name] == "demo"
     Path("run.yaml").write_text(f"{name}: {value}\n")
     assert printed("run.yaml", f"--{alias}", "demo")[name] == "demo"
@@ -66,7 +66,7 @@ def test_other_names_of_a_setting(here: Path, alias: str, name: str, value: str)
 
 
 @pytest.mark.parametrize(("alias", "name", "value"), OTHER_NAMES)
-def test_two_names_with_two_values_are_refused(here: Path, alias: str, name: str, value: str) -> None:
+def test_two_aliases_with_two_values_are_refused(here: Path, alias: str, name: str, value: str) -> None:
     message = refused("train", f"--{name}", "demo", f"--{alias}", value)
     assert message == f"error: --{alias} {value} and --{name} demo {TWO_VALUES}"
     assert TWO_VALUES in refused("train", f"--{alias}={value}", f"--{name}=demo")
@@ -76,13 +76,13 @@ def test_two_names_with_two_values_are_refused(here: Path, alias: str, name: str
 
 
 @pytest.mark.parametrize("command", [["eval", "demo"], ["tokenize", "--output", "tokens"]])
-def test_other_commands_take_the_name_of_the_dataset(here: Path, command: list[str]) -> None:
+def test_other_commands_take_the_alias_of_the_dataset(here: Path, command: list[str]) -> None:
     assert "the dataset 'nowhere.txt' does not exist" in refused(*command, "--dataset_name", "nowhere.txt")
     assert TWO_VALUES in refused(*command, "--dataset_name", "nowhere.txt", "--dataset", "stdlib")
 
 
 @pytest.mark.parametrize("name", REMEDIES)
-def test_what_is_not_here_is_answered_with_the_remedy(here: Path, name: str) -> None:
+def test_unsupported_settings_are_answered_with_a_remedy(here: Path, name: str) -> None:
     remedy = REMEDIES[name]
     for flags in ([f"--{name}"], [f"--{name}", "true"], [f"--{name}=1"]):
         assert refused("train", *flags, "--max_steps", "2") == f"error: --{name} {remedy}"
@@ -90,7 +90,7 @@ def test_what_is_not_here_is_answered_with_the_remedy(here: Path, name: str) -> 
     assert in_file(f"max_steps: 2\n{name}: true\n") == f"error: run.yaml, line 2: {name} {remedy}"
 
 
-def test_remedies_name_what_is_there() -> None:
+def test_remedies_name_existing_settings() -> None:
     assert not REMEDIES.keys() & (KNOWN.keys() | NAME_OF.keys())
     for remedy in REMEDIES.values():
         assert set(re.findall(r"--(\w+)", remedy)) <= KNOWN.keys()
@@ -102,7 +102,7 @@ def test_remedies_name_what_is_there() -> None:
     reject_two_values(["--dataset"])
 
 
-def test_packing_is_a_word(here: Path) -> None:
+def test_packing_takes_a_word_not_a_switch(here: Path) -> None:
     for given, word in (("true", "windows"), ("false", "documents")):
         said = f"packing is {given}; use {word}, which is what TRL does for {given}, or auto"
         assert refused("train", "--packing", given) == f"error: --{said}"
@@ -118,7 +118,7 @@ def test_packing_is_a_word(here: Path) -> None:
     assert set(PACKING_IN_TRL.values()) == {"windows", "documents"}
 
 
-def test_the_table_in_the_documents_is_true() -> None:
+def test_the_table_of_names_in_the_docs_is_right() -> None:
     text = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
     table = text.split("| Hugging Face, TRL | oomb |\n|---|---|\n")[1].split("\n\n")[0]
     for line in table.splitlines():

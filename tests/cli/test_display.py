@@ -1,4 +1,4 @@
-"""What a person sees while it trains: on a terminal of any width, on a dumb one, and where there is none."""
+"""Test what users see during training: on terminals of any width, on a dumb one, and without one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 @pytest.mark.parametrize(
     ("flags", "columns", "lines", "env"), [([], 80, 24, {}), (["--use_peft"], 120, 40, {"NO_COLOR": "1"})]
 )
-def test_the_panel_stands_while_it_trains_and_is_gone_after(
+def test_the_panel_is_there_during_training_and_gone_afterwards(
     terminal: Terminal, flags: list[str], columns: int, lines: int, env: dict[str, str]
 ) -> None:
     terminal.train(*TOY, *flags, columns=columns, lines=lines, stops=[[0, "fill", 3], [2, "gradient", 2]], **env)
@@ -95,7 +95,7 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
     assert re.search(r"held-out loss ━+─+  75%  ", evaluation[1])
     assert "pass   fill, chunk 3/4  ━" in evaluation[2]
 
-    terminal.go_on()
+    terminal.resume()
     assert terminal.report() == {"at": [2, "gradient", 2]}
     shown, training = terminal.panel(columns - panel.MARGIN, "gradient, chunk 2/4")
     assert "demo on text.txt, 256 tokens a step" in training[0]
@@ -104,19 +104,19 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
     assert re.search(r"loss   \d\.\d{4}   [▁█]{2}   gradient norm [\d.]+   rate \d\.\d\de-0\d", training[3])
     assert re.search(rf"speed  [\d,]+ tokens/s   last step {DURATION}   running {DURATION}", training[4])
     assert re.search(r"memory RAM peak \d\.\d\d of [\d.]+ GiB   RAM pages 0\.\d of 0\.\d MiB", training[5])
-    # Above it stands what was said, and nothing else.
+    # Above it is what was printed, and nothing else.
     above = shown[: shown.index(training[0])]
-    # A line that goes on below begins there with a space.
+    # A wrapped line continues with a space.
     assert [line.split(":")[0] for line in above if not line.startswith(" ")] == [
         "demo", "text.txt", "3 steps of 1 example, learning rate 0.004, chunks of 64 tokens",
         "a checkpoint every 30 minutes; the newest 2 are kept", "K, V and their gradients, attention outputs",
         "held-out loss before training",
     ]  # fmt: skip
     assert terminal.screen.cursor.hidden
-    # Bold and dim are no colours.
+    # Bold and dim are not colors.
     assert bool(re.search(rb"\x1b\[[\d;]*[34]\d[;m]", terminal.raw)) == (not env)
 
-    terminal.go_on()
+    terminal.resume()
     assert terminal.report() == {"exit": 0}
     text = terminal.text()
     assert not set("╭╮╰╯━▁█") & set(text), text
@@ -125,16 +125,16 @@ def test_the_panel_stands_while_it_trains_and_is_gone_after(
 
 
 @pytest.mark.timing
-def test_a_window_that_changes_its_size(terminal: Terminal) -> None:
+def test_the_panel_follows_a_resized_window(terminal: Terminal) -> None:
     terminal.train(*TOY, columns=80, lines=24, stops=[[1, "gradient", 1]])
     assert terminal.report() == {"at": [1, "gradient", 1]}
     words = ["step   2/3", "gradient, chunk 1/4", "tokens/s", "running", "RAM peak", "RAM pages", "gradient norm"]
     for columns, lines in ((120, 24), (60, 24), (44, 40), (100, 40)):
         terminal.resize(columns, lines)
         shown, _ = terminal.panel(columns - panel.MARGIN, *words)
-        # What was said before is still there, once.
+        # What was printed before is still there, once.
         assert "\n".join(shown).count("held-out loss before training") == 1, "\n".join(shown)
-    terminal.go_on()
+    terminal.resume()
     assert terminal.report() == {"exit": 0}
     assert "╭" not in terminal.text()
 
@@ -148,7 +148,7 @@ def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
     said = "stopping at the next chunk and saving; Ctrl-C again ends without saving"
     shown, _ = terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4", above=said)
     assert "\n".join(shown).count(said) == 1
-    terminal.go_on()
+    terminal.resume()
     assert terminal.report() == {"exit": 130}
     text = terminal.text()
     assert "stopped after step 2 of 3; the model after that step is in out/model" in text
@@ -173,12 +173,12 @@ def test_everything_is_shown_at_any_width(width: int, ascii_only: bool) -> None:
     text = "\n".join(line.plain for line in lines)
     assert all(word in text for word in SHOWN), text
     assert not ascii_only or text.isascii()
-    # More room, fewer lines.
+    # A wider panel has fewer lines.
     assert len(lines) >= len(lines_of(EVERYTHING, width + 20))
     assert len(lines_of(EVERYTHING, 116)) == 5
 
 
-def test_the_little_curve() -> None:
+def test_sparkline() -> None:
     assert sparkline([8.0, 4.5, 1.0]) == "█▅▁"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([3.0, float("nan"), 1.0]) == "█ ▁"
@@ -187,7 +187,7 @@ def test_the_little_curve() -> None:
 
 
 @pytest.mark.timing
-def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_learns_how_a_step_spends_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -199,7 +199,7 @@ def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPa
     clock.begin(1)
     assert clock.left_s() is None and clock.mean_step_s() is None
     chunk(10.0, "fill", 1)
-    # By rule of thumb an eighth of the step.
+    # An eighth of the step, by the rule of thumb.
     assert clock.left_s() == pytest.approx(70.0)
     assert clock.mean_step_s() == pytest.approx(80.0)
     now[0] += 5
@@ -209,13 +209,13 @@ def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPa
     chunk(10.0, "gradient", 2)
     clock.step_done(50.0)
     assert clock.left_s() is None and clock.mean_step_s() == pytest.approx(50.0)
-    # Now it is known: the first chunk is a fifth. This step is half as fast again.
+    # The last step shows that the first chunk takes a fifth. This step is 50% slower.
     clock.begin(1)
     assert clock.left_s() == pytest.approx(50.0)
     chunk(15.0, "fill", 1)
     assert clock.done == pytest.approx(0.2)
     assert clock.left_s() == pytest.approx(60.0)
-    # An evaluation has one pass, and says nothing of steps.
+    # An evaluation has one pass and does not count as a step.
     clock.begin(2, forward_only=True)
     chunk(4.0, "fill", 1)
     assert clock.done == pytest.approx(0.25)
@@ -223,7 +223,7 @@ def test_the_clock_learns_how_a_steps_time_is_spent(monkeypatch: pytest.MonkeyPa
     assert clock.mean_step_s() == pytest.approx(50.0)
 
 
-def test_mfu_is_of_the_datasheet() -> None:
+def test_mfu_uses_the_peak_of_the_datasheet() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(989e12)
     assert peak_flops("NVIDIA GeForce RTX 4090") == pytest.approx(165e12)
     assert peak_flops("Some GPU") is None and peak_flops(None) is None
@@ -342,7 +342,7 @@ def test_a_summary_says_where_a_resumed_run_stands(tmp_path: Path) -> None:
     assert not run.state.has_trained
 
 
-def test_half_a_line_of_a_killed_run_stays_by_itself(tmp_path: Path) -> None:
+def test_half_a_line_of_a_killed_run_stays_on_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "start"}\n{"event": "st')
     with JsonLines(path, append=True) as log:

@@ -1,4 +1,4 @@
-"""A disk that is not full but fails: what is trained finds another place all the same."""
+"""Test that a trained model is saved elsewhere if the disk of its run fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stale(*args: object, **kwargs: object) -> Any:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-def test_a_home_that_cannot_be_asked_is_passed_over(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inaccessible_home_is_skipped(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_dir = Path.is_dir
 
     def forbidden(self: Path) -> bool:
@@ -32,14 +32,14 @@ def test_a_home_that_cannot_be_asked_is_passed_over(places: Path, monkeypatch: p
 
     monkeypatch.setattr(Path, "is_dir", forbidden)
     assert list(save._other_places()) == [places / "work", places / "temporary"]
-    # No other place is asked where the run's own folder takes the model.
+    # Other places are not even looked at if the run's folder works.
     monkeypatch.setattr(save, "_other_places", lambda: (stale() for _ in range(1)))
     done = invoke("train", *TOY)
     assert done.exit_code == 0, done.output
     assert Path("out/model/config.json").exists()
 
 
-def test_a_disk_that_cannot_be_listed_fails_as_a_full_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_listed_fails_like_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "find", stale)
     monkeypatch.setattr(files, "free_bytes", lambda folder: 10)
     with (
@@ -54,7 +54,7 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
     places: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the second step on the run's folder cannot be asked for anything."""
+    """From the second step on, every access to the run's folder fails."""
     on_log, failing = TrainingDisplay.on_log, []
     iterdir, free_bytes = Path.iterdir, files.free_bytes
 
@@ -71,14 +71,14 @@ def test_a_run_ended_by_a_failing_disk_saves_its_model_elsewhere(
     monkeypatch.setattr(Path, "iterdir", lambda self: stale() if is_gone(self) else iterdir(self))
     monkeypatch.setattr(files, "free_bytes", lambda folder: stale() if is_gone(folder) else free_bytes(folder))
     done = invoke("train", *TOY, "--save_total_limit", "2")
-    assert done.exit_code == errors.EXIT_NOT_AS_ASKED, done.output
+    assert done.exit_code == errors.EXIT_INCOMPLETE, done.output
     [folder] = (places / "home").glob("oomb-out-*")
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
     assert (folder / "model" / "model.safetensors").exists() and events(folder).count("step") == 2
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_knows_of_no_fsync_takes_a_checkpoint(
+def test_a_file_system_without_fsync_can_hold_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fsync(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""The commands as a person meets them: what they print, what they write, and how they refuse."""
+"""Test the commands as users see them: what they print and write, and their errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_train_learns_saves_and_sums_up(here: Path) -> None:
     assert events[0]["machine"]["cpu"]
     assert events[-1] | {"tokens": 8 * 512, "stopped": False} == events[-1]
 
-    # Plain lines, since this is no terminal: no bar, no escape codes, one line per step.
+    # Plain lines, because this is not a terminal: no bar, no escape codes, one line per step.
     assert "\x1b" not in result.output
     assert len(re.findall(r"^step \d/8  loss \d+\.\d+ ", result.output, re.MULTILINE)) == 8
     for word in ("held-out loss", "tokens/s", "RSS peak", "runs/demo/model", "oomb verify runs/demo/model"):
@@ -61,7 +61,7 @@ def test_train_learns_saves_and_sums_up(here: Path) -> None:
     ids = held_out[0]["input_ids"][None]
     assert float(model(input_ids=ids, labels=ids).loss.detach()) == pytest.approx(after, rel=1e-4)
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
-    # The commands that it proposes are real, and repeat what was chosen.
+    # The suggested commands exist, and repeat the given settings.
     proposed = re.findall(r"^  (\S*oomb|\S+ -m oomb) (.*)$", result.output, re.MULTILINE)
     assert len(proposed) == 3
     assert "--max_length 1024 --max_steps 10 --device cpu --dtype float32 --chunk_size 64" in proposed[1][1]
@@ -88,7 +88,7 @@ def test_train_on_own_text_from_a_saved_model(here: Path, saved_model: Path) -> 
         "--output_dir", "out", "--save_steps", "2",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    # 4 x 881 tokens are 13 windows: 1 held out, 12 to train on, 4 a step, one epoch.
+    # 4 x 881 tokens are 13 examples: 1 held out, 12 to train on, 4 per step, one epoch.
     steps = [event for event in records(here / "out") if event["event"] == "step"]
     assert len(steps) == 3
     assert records(here / "out")[-1]["tokens"] == 3 * 4 * 256
@@ -103,7 +103,7 @@ def test_train_on_own_text_from_a_saved_model(here: Path, saved_model: Path) -> 
     resumed = [event for event in records(here / "resumed") if event["event"] == "step"]
     assert [event["step"] for event in resumed] == [3]
     assert resumed[0]["loss"] == pytest.approx(steps[2]["loss"], rel=1e-5)
-    # The held-out loss before is the checkpoint's, at its step.
+    # The held-out loss before training is that of the checkpoint, at its step.
     first = next(event for event in records(here / "resumed") if event["event"] == "held_out")
     start = next(event for event in records(here / "out") if event["event"] == "held_out")
     assert first["step"] == 2
@@ -112,7 +112,7 @@ def test_train_on_own_text_from_a_saved_model(here: Path, saved_model: Path) -> 
     assert "train --dataset FOLDER" not in again.output
 
 
-def test_each_run_has_its_own_folder_and_none_is_overwritten_unasked(here: Path) -> None:
+def test_each_run_has_its_own_folder_and_is_overwritten_only_on_request(here: Path) -> None:
     for _ in range(2):
         assert invoke("train", *TOY, "--max_steps", "1", "--max_eval_samples", "0").exit_code == 0
     assert sorted(path.name for path in (here / "runs").iterdir()) == ["demo", "demo-2"]
@@ -143,7 +143,7 @@ def test_a_failed_save_leaves_the_old_model(here: Path, saved_model: Path) -> No
     assert [path.name for path in here.iterdir()] == ["model"]
 
 
-def test_a_run_without_a_model_yet_is_not_overwritten_but_resumed(here: Path) -> None:
+def test_a_run_with_checkpoints_is_resumed_not_overwritten(here: Path) -> None:
     run = ["train", *TOY, "--max_eval_samples", "0", "--output_dir", "out"]
     assert invoke(*run, "--save_steps", "2").exit_code == 0
     shutil.rmtree(here / "out" / "model")
@@ -151,7 +151,7 @@ def test_a_run_without_a_model_yet_is_not_overwritten_but_resumed(here: Path) ->
     assert refused.exit_code == 2
     assert "--resume_from_checkpoint out/checkpoint-3" in refused.output
     assert "--overwrite_output_dir" in refused.output
-    # Its folder is the run's, its metrics are added to the run's.
+    # It writes to the run's folder and appends to its metrics.
     assert invoke(*run[:-2], "--resume_from_checkpoint", "out/checkpoint-2").exit_code == 0
     assert [event["step"] for event in records(here / "out") if event["event"] == "step"] == [1, 2, 3, 3]
     finished = invoke(*run, "--resume_from_checkpoint", "out/checkpoint-3")
@@ -176,7 +176,7 @@ def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkey
     assert result.output.count("skipping the held-out loss at the next chunk; Ctrl-C again ends the program") == 2
     assert [event["event"] for event in records(here / "out")] == ["start", *["step"] * 3, "end"]
     assert AutoModelForCausalLM.from_pretrained(here / "out" / "model")
-    # Twice is the end, but the model is there by then.
+    # A second Ctrl-C ends the program, but the model is saved by then.
     calls = []
 
     def twice_after_training(*args: Any) -> Any:
@@ -214,7 +214,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
             for _ in range(times):
                 ctrl_c()
 
-    # And once more while it saves, which must change nothing.
+    # Once more while it saves, which must change nothing.
     save = save_module.save
     monkeypatch.setattr(save_module, "save", lambda *args: (ctrl_c(), save(*args))[1])
     monkeypatch.setattr(TrainingDisplay, "on_step_end", interrupted)
@@ -280,7 +280,7 @@ def test_train_refuses_in_one_message_before_any_work(here: Path, arguments: lis
     assert list(here.iterdir()) == []
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     asked = []
@@ -301,7 +301,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
     assert len(asked) == 1
 
 
-def test_a_context_beyond_the_models_positions_is_warned_of(here: Path) -> None:
+def test_a_context_beyond_the_models_positions_is_a_warning(here: Path) -> None:
     short = presets.preset_config("demo", max_position_embeddings=128)
     AutoModelForCausalLM.from_config(short).save_pretrained(here / "short")
     result = invoke("train", *TOY, "--model", "short", "--chunk_size", "1k", "--max_steps", "1", "--dtype", "fp32")
@@ -396,9 +396,7 @@ def test_help_teaches(command: list[str], words: list[str]) -> None:
         assert word in result.output
 
 
-def test_the_fingerprint_of_the_code_changes_with_the_code_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fingerprint_depends_only_on_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = metrics.source()
     assert metrics.machine()["source"] == first
     copy = tmp_path / "oomb"

@@ -1,4 +1,4 @@
-"""`oomb train` beyond its defaults: settings from a file, adapters, precision, optimizers, stops and what follows."""
+"""Test `oomb train`: settings files, adapters, precision, optimizers, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
 
 
-def test_flags_come_before_the_file_and_the_file_before_defaults(here: Path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(here: Path) -> None:
     (here / "run.yaml").write_text("learning_rate: 1e-5\nmax_length: 32K\nuse_peft: true\nchunk_size: 2K\nfuse: off\n")
     for given in (["run.yaml"], ["--config", "run.yaml"]):
         shown = invoke("train", *given, "--max_length", "64K", "--no_use_peft", "--print_config")
@@ -64,7 +64,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(here: Path) -> 
         expected = {"learning_rate": 1e-5, "max_length": 65536, "use_peft": False, "chunk_size": 2048, "fuse": "off"}
         assert effective | expected | {"lora_r": 16, "page_size": 128} == effective
         assert set(effective) == set(KNOWN)
-    # What it prints is a file that says the same.
+    # What it prints is a settings file with the same meaning.
     (here / "again.yaml").write_text(shown.output)
     assert invoke("train", "again.yaml", "--print_config").output == shown.output
     assert "got two settings files" in invoke("train", "run.yaml", "--config", "again.yaml").output
@@ -94,7 +94,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(here: Path) -> 
         ("seed: !!python/object:os.system x", "run.yaml, line 1: seed cannot be read"),
     ],
 )
-def test_a_faulty_file_is_named_with_line_and_key(here: Path, text: str, message: str) -> None:
+def test_errors_in_a_settings_file_name_line_and_key(here: Path, text: str, message: str) -> None:
     (here / "run.yaml").write_text(text)
     result = invoke("train", "run.yaml")
     assert result.exit_code == 2, result.output
@@ -103,7 +103,7 @@ def test_a_faulty_file_is_named_with_line_and_key(here: Path, text: str, message
     assert sorted(path.name for path in here.iterdir()) == ["run.yaml", "text.txt"]
 
 
-def test_files_that_are_no_files(here: Path) -> None:
+def test_settings_files_that_cannot_be_read(here: Path) -> None:
     assert "nowhere.yaml cannot be read: No such file" in invoke("train", "nowhere.yaml").output
     (here / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml is not UTF-8 text" in invoke("train", "binary.yaml").output
@@ -123,7 +123,7 @@ def test_yaml_as_people_write_it() -> None:
     }  # fmt: skip
 
 
-def test_flags_as_hugging_face_scripts_take_them() -> None:
+def test_flags_can_be_written_as_for_hugging_face_scripts() -> None:
     given = [
         "--use_peft",
         "true",
@@ -177,7 +177,7 @@ def test_lora_trains_adapters_that_load_and_merge(here: Path, saved_model: Path)
     assert (model / "adapter_config.json").is_file() and not (model / "config.json").exists()
     whole = losses(here / "out")
     assert whole[3] < whole[1]
-    # The words it ends with work as they are.
+    # The code it prints at the end runs as it is.
     lines = result.output.split("merge them into it:\n")[1].splitlines()
     exec("\n".join(line.strip() for line in lines if line.strip()))
     merged = AutoModelForCausalLM.from_pretrained(here / "out" / "merged")
@@ -186,7 +186,7 @@ def test_lora_trains_adapters_that_load_and_merge(here: Path, saved_model: Path)
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(merged(ids).logits, AutoModelForCausalLM.from_pretrained(saved_model)(ids).logits)
 
-    # Resumed, with dropout, it goes on as it was.
+    # A resumed run continues the same way, dropout included.
     again = invoke(*run, "--resume_from_checkpoint", "out/checkpoint-2")
     assert again.exit_code == 0, again.output
     assert losses(here / "out")[3] == pytest.approx(whole[3], rel=1e-6)
@@ -194,13 +194,13 @@ def test_lora_trains_adapters_that_load_and_merge(here: Path, saved_model: Path)
     assert "out/checkpoint-2 holds adapters: add --use_peft" in refused.output
 
 
-def test_adapters_of_random_weights_are_not_worth_keeping(here: Path) -> None:
+def test_adapters_of_a_preset_come_with_a_warning(here: Path) -> None:
     result = invoke("train", *QUICK, "--use_peft", "--max_steps", "1")
     assert result.exit_code == 0, result.output
     assert "its random weights are not saved" in result.output
 
 
-def test_settings_of_adapters_without_adapters_are_no_secret(here: Path) -> None:
+def test_adapter_settings_without_adapters_come_with_a_note(here: Path) -> None:
     said = "--lora_r and --lora_dropout have no effect without --use_peft."
     flags = ["--max_steps", "1", "--lora_r", "8", "--lora_dropout", "0.1"]
     result = invoke("train", *QUICK, *flags)
@@ -254,7 +254,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
         ("float32", True),
         ("8bit", True),
     ]
-    # And the engine leaves no room for states on the GPU.
+    # The engine reserves no GPU memory for offloaded states.
     assert [room > 0 for room in rooms] == [True, False, False]
     group = made[0].param_groups[0]
     assert group["betas"] == (0.8, 0.95) and group["eps"] == 1e-7 and group["weight_decay"] == 0.1
@@ -281,9 +281,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
         ({"use_peft": True}, None, "float32", False, False),
     ],
 )
-def test_what_precision_comes_to(
-    flags: dict[str, Any], gpu_gib: int | None, dtype: str, mixed: bool, warned: bool
-) -> None:
+def test_default_precision(flags: dict[str, Any], gpu_gib: int | None, dtype: str, mixed: bool, warned: bool) -> None:
     config = presets.preset_config("qwen2.5-0.5b")
     precision = model_module.choose_precision(
         TrainSettings(**flags), None if gpu_gib is None else gpu_gib << 30, config
@@ -301,7 +299,7 @@ def test_mixed_precision_keeps_float32_weights(here: Path) -> None:
     assert "AdamW on bfloat16 weights loses small updates" in warned.output
 
 
-def test_epochs_evaluations_logs_and_checkpoints_come_when_they_are_due(here: Path) -> None:
+def test_epochs_evaluations_logs_and_checkpoints_are_on_schedule(here: Path) -> None:
     text = text_files(here / "text")
     result = invoke(
         "train", "--model", "demo", "--dataset", text, "--max_length", "256", "--chunk_size", "64", "--device", "cpu",
@@ -309,7 +307,7 @@ def test_epochs_evaluations_logs_and_checkpoints_come_when_they_are_due(here: Pa
         "--save_steps", "1", "--save_total_limit", "2", "--warmup_ratio", "0.5", "--lr_scheduler_type", "constant",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    # 12 windows to train on.
+    # 12 examples to train on.
     assert list(losses(here / "out")) == [3, 6]
     events = [json.loads(line) for line in (here / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "held_out"] == [0, 2, 4, 6]
@@ -330,7 +328,7 @@ def test_a_run_can_be_repeated_from_its_own_settings(here: Path) -> None:
     assert "out already holds a trained model" in invoke("train", "out/config.yaml").output
 
 
-def test_trackers_are_told_of_the_run(here: Path) -> None:
+def test_trackers_get_the_name_of_the_run(here: Path) -> None:
     asked = TrainSettings(report_to="wandb, tensorboard", output_dir="runs/mine", logging_steps=5)
     told = prepare.resolved(asked, Path("runs/mine"), torch.device("cpu"), num_examples=10)
     arguments = prepare.training_arguments(told, torch.device("cpu"), mixed=False)
@@ -354,10 +352,10 @@ STOP_AT = 2
 
 @pytest.mark.timing
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, EXIT_TERMINATED)])
-def test_a_stop_within_a_step_is_gone_on_from_exactly(
+def test_a_run_stopped_within_a_step_resumes_exactly(
     here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch, signum: int, code: int
 ) -> None:
-    # With dropout, whose random numbers the broken step has used up in part.
+    # With dropout: the interrupted step has used some of its random numbers.
     run = [
         "train", "--model", saved_model, *QUICK, "--max_steps", "5",
         "--use_peft", "--lora_dropout", "0.2", "--learning_rate", "1e-2",
@@ -395,10 +393,10 @@ def test_sigterm_in_an_evaluation_ends_the_run(here: Path, monkeypatch: pytest.M
     assert not losses(here / "out")
 
 
-def test_the_latest_whole_checkpoint_is_taken(here: Path) -> None:
+def test_latest_skips_an_incomplete_checkpoint(here: Path) -> None:
     assert invoke("train", *QUICK, "--save_steps", "1").exit_code == 0
     before = losses(here / "out")
-    # The newest was never finished.
+    # The newest checkpoint is incomplete.
     (here / "out" / "checkpoint-3" / "trainer_state.json").unlink()
     shutil.rmtree(here / "out" / "model")
     resumed = invoke("train", *QUICK, "--resume_from_checkpoint", "latest")
@@ -408,7 +406,7 @@ def test_the_latest_whole_checkpoint_is_taken(here: Path) -> None:
     assert losses(here / "out")[3] == pytest.approx(before[3], rel=1e-6)
 
 
-def test_a_model_without_room_is_refused_before_training(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_will_not_fit_on_the_disk_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
     refused = invoke("train", *QUICK)
     assert refused.exit_code == 2
@@ -425,8 +423,8 @@ def test_an_output_dir_inside_a_file_is_refused(here: Path) -> None:
     assert "text.txt is a file; name another" in refused.output
 
 
-def test_a_model_is_saved_where_its_last_checkpoint_finds_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Room for the model, about 1.6 MB, and not for AdamW's states beside it.
+def test_the_model_is_saved_if_its_checkpoint_does_not_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Enough for the model, about 1.6 MB, but not for AdamW's states as well.
     monkeypatch.setattr(files, "free_bytes", lambda folder: 3_000_000)
     done = invoke("train", *QUICK, "--save_steps", "3")
     assert done.exit_code == 0, done.output
@@ -456,7 +454,7 @@ def test_signals_one_by_one() -> None:
         interrupts.protect("saving")
         signal.raise_signal(signal.SIGINT)
         assert said == ["stopping", "saving"]
-        # While it saves, SIGTERM changes nothing but the exit code, however often it comes.
+        # During saving, SIGTERM only changes the exit code, however often it comes.
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.exit_code == EXIT_TERMINATED

@@ -1,4 +1,4 @@
-"""How a run of `oomb train` ends where the disk is full or the terminal is gone: with all that was trained."""
+"""Test that a run of `oomb train` keeps what it trained when the disk is full or the terminal is gone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names(folder: Path) -> set[str]:
 
 
 class Disk:
-    """A file on a disk that other programs fill and empty: a write takes what there is room for."""
+    """File on a disk that other programs fill and empty. A write stores as much as fits."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.room = file, 10**9
@@ -83,11 +83,11 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
             disk.room = room
             before = path.read_bytes()
             log.write(step=2, room=room)
-            # Some of the line found room, and is not left there.
+            # Part of the line was written, and is removed again.
             assert path.read_bytes() == before
             log.write(step=3, room=room)
             assert path.read_bytes() == before
-        # A collection in between may find files that earlier tests have left open, and warn of them.
+        # A garbage collection in between may warn of files that earlier tests left open.
         [said] = [str(one.message) for one in caught if one.category is UserWarning]
         assert said.startswith(f"{path} cannot be written (No space left on device)"), said
         disk.room = 10**9
@@ -98,7 +98,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert lines == [{"step": 1}, *({"step": step, "room": room} for room in (0, 5, 12) for step in (2, 3, 4))]
 
 
-def test_lines_that_never_find_room_are_told_of_at_the_end(tmp_path: Path) -> None:
+def test_lines_that_never_fit_are_reported_at_the_end(tmp_path: Path) -> None:
     log, disk = log_on(tmp_path / "metrics.jsonl")
     disk.room = 20
     with pytest.warns(UserWarning, match="in memory"):
@@ -109,7 +109,7 @@ def test_lines_that_never_find_room_are_told_of_at_the_end(tmp_path: Path) -> No
     assert log.path.read_text() == '{"step": 0}\n'
 
 
-def test_half_a_line_that_cannot_be_cut_off_at_once_is_cut_off_later(tmp_path: Path) -> None:
+def test_a_partial_line_that_cannot_be_removed_at_once_is_removed_later(tmp_path: Path) -> None:
     log, disk = log_on(tmp_path / "metrics.jsonl")
     disk.room, disk.truncate = 5, full
     with pytest.warns(UserWarning):
@@ -140,7 +140,7 @@ def test_all_lines_move_to_another_place(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_checkpoint_leaves_room_for_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_leaves_space_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
     with checkpoints.write(tmp_path / "checkpoint-1", 400, keep_free_bytes=600):
         pass
@@ -151,9 +151,7 @@ def test_a_checkpoint_leaves_room_for_what_comes_after_it(tmp_path: Path, monkey
     assert names(tmp_path) == {"checkpoint-1"}
 
 
-def test_a_checkpoint_may_take_the_room_of_one_that_it_replaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_may_use_the_space_of_the_one_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_in(tmp_path, save_total_limit=1, max_steps=2)
     trainer.train()
     size = files.folder_bytes(tmp_path / "checkpoint-2")
@@ -167,7 +165,7 @@ def test_a_checkpoint_may_take_the_room_of_one_that_it_replaces(
     monkeypatch.setattr(files, "free_bytes", lambda folder: needed + 1000)
     trainer._save_checkpoint(trainer.model, None)
     assert names(tmp_path) == {"checkpoint-3"}
-    # So it is with those that the clock has asked for.
+    # The same holds for checkpoints by the clock.
     trainer.args.save_total_limit, trainer.state.global_step = None, 4
     trainer.about_to_delete = lambda: [tmp_path / "checkpoint-3"]
     trainer._save_checkpoint(trainer.model, None)
@@ -189,7 +187,7 @@ def test_what_a_checkpoint_by_the_clock_replaces(tmp_path: Path) -> None:
     assert by_time.about_to_delete(tmp_path) == []
 
 
-def test_a_run_keeps_room_for_its_model(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reserves_space_for_its_model(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     written = checkpoints.write
 
@@ -205,7 +203,7 @@ def test_a_run_keeps_room_for_its_model(places: Path, monkeypatch: pytest.Monkey
     assert all(weights - 100_000 < kept - save_module.EXTRA_BYTES <= weights for kept in asked)
 
 
-def test_what_cannot_be_deleted_or_marked_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_delete_or_mark_a_checkpoint_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         (tmp_path / f"checkpoint-{step}").mkdir()
     with monkeypatch.context() as patched:
@@ -222,12 +220,12 @@ def test_what_cannot_be_deleted_or_marked_does_not_end_a_run(tmp_path: Path, mon
 
 
 def fail_to_save(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    """Half of a model is written to these places, and no more."""
+    """Let `save_pretrained` fail halfway in these places."""
     save = PreTrainedModel.save_pretrained
 
     def save_pretrained(self: Any, folder: Path, *args: Any, **kwargs: Any) -> None:
         save(self, folder, *args, **kwargs)
-        # Where checkpoints lie beside it, they are whole.
+        # Checkpoints next to the model are complete.
         if "checkpoint" not in str(folder) and any(place in str(Path(folder).absolute()) for place in places):
             (Path(folder) / "config.json").unlink()
             full()
@@ -236,12 +234,12 @@ def fail_to_save(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
 
 
 @pytest.mark.parametrize(("failing", "found"), [(["/out/"], "home"), (["/out/", "/home/"], "work")])
-def test_a_model_without_room_goes_elsewhere(
+def test_a_model_that_does_not_fit_is_saved_elsewhere(
     places: Path, monkeypatch: pytest.MonkeyPatch, failing: list[str], found: str
 ) -> None:
     fail_to_save(monkeypatch, *failing)
     done = invoke("train", *[flag for flag in TOY if flag != "--no_report"])
-    assert done.exit_code == errors.EXIT_NOT_AS_ASKED == 1, done.output
+    assert done.exit_code == errors.EXIT_INCOMPLETE == 1, done.output
     [folder] = (places / found).glob("oomb-out-*")
     assert re.fullmatch(r"oomb-out-\d{8}-\d{6}", folder.name)
     assert f"THE MODEL IS NOT IN out, BUT IN {folder / 'model'}." in done.output
@@ -249,7 +247,7 @@ def test_a_model_without_room_goes_elsewhere(
     assert load.load_model(str(folder / "model"), device="cpu") is not None
     assert events(folder) == ["start", "step", "step", "step", "end"]
     assert names(folder) == {"model", "metrics.jsonl", "config.yaml", "report.html"}
-    # Nothing of what failed is left.
+    # The failed attempt left nothing.
     assert names(Path("out")) == {"metrics.jsonl", "config.yaml"}
     assert events(Path("out")) == ["start", "step", "step", "step"]
     assert [path for path in places.glob("*/oomb-*") if path != folder] == []
@@ -270,7 +268,7 @@ def test_places_known_to_be_too_small_are_not_tried(places: Path, monkeypatch: p
     assert names(places / "home") == set()
 
 
-def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fits_nowhere_is_one_message(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load.load_model("demo", device="cpu")
     (places / "home").rmdir()
     monkeypatch.setattr(files, "sync_files", full)
@@ -287,7 +285,7 @@ def test_a_model_that_no_place_takes_is_one_message(places: Path, monkeypatch: p
         save_module.save_somewhere(model, None, Path("out"), print)
 
 
-def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_is_not_written_to(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_module.time, "strftime", lambda form: "now")
     (places / "home" / "oomb-out-now" / "model").mkdir(parents=True)
     fail_to_save(monkeypatch, "/out/")
@@ -298,7 +296,7 @@ def test_a_folder_that_is_there_already_is_not_written_to(places: Path, monkeypa
     assert names(places / "home" / "oomb-out-now" / "model") == set()
 
 
-def test_a_report_that_fails_is_a_line(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_is_a_warning(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (OSError(errno.ENOSPC, "No space left on device"), ZeroDivisionError("by zero")):
         monkeypatch.setattr(run, "write_report", lambda folder, error=error: (_ for _ in ()).throw(error))
         done = invoke("train", *[flag for flag in TOY if flag != "--no_report"], "--overwrite_output_dir")
@@ -307,18 +305,18 @@ def test_a_report_that_fails_is_a_line(places: Path, monkeypatch: pytest.MonkeyP
         assert "report out" in done.output and "Done" in done.output
 
 
-def test_an_error_of_the_system_while_training_loses_no_step(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_os_error_during_training_loses_no_step(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_log = TrainingDisplay.on_log
 
     def failing(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         on_log(self, args, state, control, **kwargs)
         if state.global_step == 2:
-            # As a tracker meets it, that writes files of its own.
+            # Like a tracker that writes files of its own.
             full()
 
     monkeypatch.setattr(TrainingDisplay, "on_log", failing)
     done = invoke("train", *TOY)
-    assert done.exit_code == errors.EXIT_NOT_AS_ASKED, done.output
+    assert done.exit_code == errors.EXIT_INCOMPLETE, done.output
     assert "error: [Errno 28] No space left on device" in done.output
     assert "stopped after step 2 of 3; the model after that step is in out/model" in done.output
     checkpoints.check(Path("out/checkpoint-2"))
@@ -355,8 +353,8 @@ raise SystemExit(main.app(["train", *sys.argv[1:]], standalone_mode=False))
 
 @pytest.mark.timing
 @pytest.mark.slow
-def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
-    """A real one: metrics, checkpoints and the model all find no room after the second step."""
+def test_a_disk_that_fills_up_during_training(places: Path) -> None:
+    """On a real file system: metrics, checkpoints and the model no longer fit after the second step."""
     shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     mounted = 'mkdir out && mount -t tmpfs -o size=8m none out && "$@"; code=$?; cp -r out left; exit $code'
     if shutil.which("unshare") is None or subprocess.run([*shell, mounted, "sh", "true"]).returncode:
@@ -376,13 +374,13 @@ def test_a_disk_that_others_fill_while_it_trains(places: Path) -> None:
     assert (folder / "model" / "model.safetensors").stat().st_size > 1_000_000
     assert events(folder) == ["start", *["step"] * 20, "end"]
     assert names(Path("left")) == {"metrics.jsonl", "config.yaml", "filler"}
-    # Whole lines alone, as many as there was room for.
+    # Only complete lines, as many as fit.
     assert 2 <= events(Path("left")).count("step") < 20
 
 
 @pytest.fixture
 def hangup_by_default() -> Iterator[None]:
-    """Whoever runs the tests under nohup has it ignored."""
+    """Restore the default, because nohup makes the tests ignore SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -390,7 +388,7 @@ def hangup_by_default() -> Iterator[None]:
 
 @pytest.mark.timing
 @pytest.mark.usefixtures("hangup_by_default")
-def test_a_lost_connection_is_a_request_to_stop() -> None:
+def test_a_lost_connection_stops_the_run() -> None:
     said: list[str] = []
     state = RunState()
     with SignalHandler(said.append, state) as interrupts:
@@ -399,7 +397,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
         signal.raise_signal(signal.SIGHUP)
         assert state.stop_requested and state.terminated
         assert said == ["SIGHUP: stopping at the next chunk"]
-        # The first one tells.
+        # The first signal decides the exit code.
         signal.raise_signal(signal.SIGTERM)
         assert interrupts.exit_code == EXIT_HUNG_UP == 129
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
@@ -420,7 +418,7 @@ def test_a_lost_connection_is_a_request_to_stop() -> None:
 
 
 @pytest.mark.timing
-def test_what_is_printed_raises_no_error_of_the_system() -> None:
+def test_printing_raises_no_os_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
@@ -430,7 +428,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
         print("dropped", file=lasting, flush=True)
         lasting.writelines(["dropped\n"])
         assert lasting.encoding == pipe.encoding and lasting.fileno() == writing
-        # Closing it writes what is left of it to nowhere.
+        # Closing the pipe discards what is left in it.
     buffer = io.StringIO()
     print("kept", file=SafeStream(buffer))
     assert buffer.getvalue() == "kept\n"
@@ -438,7 +436,7 @@ def test_what_is_printed_raises_no_error_of_the_system() -> None:
 
 @pytest.mark.timing
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
+def test_output_to_a_full_disk_is_tried_again(tmp_path: Path) -> None:
     with open("/dev/full", "w", buffering=1) as stream, (tmp_path / "log").open("w") as file:
         lasting = SafeStream(stream)
         lasting.write("one\n")
@@ -454,9 +452,9 @@ def test_a_full_disk_under_the_output_is_tried_again(tmp_path: Path) -> None:
 @pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_run_whose_output_finds_no_room_ends_as_any(places: Path) -> None:
+def test_a_run_whose_output_does_not_fit_ends_normally(places: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}", "OMP_NUM_THREADS": "1"}
-    # Only while it trains: a disk that is full before is told of.
+    # Only during training: a disk that is full before is an error.
     program = "import sys; from oomb.cli import main; from oomb.cli.train import display\n"
     program += "own = display.TrainingDisplay.on_train_begin\n"
     program += "def begin(*args, **kwargs):\n    import os\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
@@ -477,14 +475,14 @@ def test_a_run_outlives_its_terminal(places: Path, on_hangup: signal.Handlers) -
         terminal.train(*TOY, columns=100, lines=30, stops=[[1, "gradient", 2]])
         assert "at" in terminal.report()
         terminal.hang_up()
-        terminal.go_on()
+        terminal.resume()
         is_ignored = on_hangup == signal.SIG_IGN
         assert terminal.report() == {"exit": 0 if is_ignored else EXIT_HUNG_UP}
         checkpoint = Path("out/checkpoint-1")
         assert checkpoint.is_dir() != is_ignored
         assert Path("out/model/model.safetensors").is_file()
         assert events(Path("out")) == ["start", *["step"] * (3 if is_ignored else 1), "end"]
-        # Python has an exit code of its own, 120, for output that is left unwritten.
+        # Python would exit with 120 if it could not flush its output.
         assert terminal.end() == 0
     finally:
         terminal.close()

@@ -1,4 +1,4 @@
-"""What a run of `oomb train` leaves to go on from, and what it says when it goes on otherwise than it began."""
+"""Test checkpoints by the clock, and warnings when a run resumes with other settings."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def steps(folder: Path | str) -> list[int]:
     return [checkpoints.step_of(path) for path in checkpoints.find(folder)]
 
 
-def told_steps(folder: Path) -> list[int]:
+def logged_steps(folder: Path) -> list[int]:
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [event["step"] for event in events if event["event"] == "step"]
 
 
 class SlowSteps(SaveTimer):
-    """Every step takes 10 minutes."""
+    """Timer for a run whose steps take 10 minutes."""
 
     def __init__(self, minutes: float, clock: list[float]) -> None:
         super().__init__(minutes)
@@ -60,11 +60,11 @@ class SlowSteps(SaveTimer):
 @pytest.mark.parametrize(
     ("minutes", "options", "seen"),
     [
-        # Of 9 steps, the last of which is followed by the model.
+        # 9 steps. After the last, the model itself is saved.
         (30, {}, [(3, [3]), (6, [3, 6])]),
         (20, {}, [(2, [2]), (4, [2, 4]), (6, [4, 6]), (8, [6, 8])]),
         (20, {"save_total_limit": 1}, [(2, [2]), (4, [4]), (6, [6]), (8, [8])]),
-        # Those of --save_steps set the clock anew, and stay.
+        # Checkpoints of --save_steps restart the clock, and are kept.
         (
             20,
             {"save_strategy": "steps", "save_steps": 3},
@@ -79,7 +79,7 @@ def test_checkpoints_by_the_clock(
     clock = [1e6]
     monkeypatch.setattr(save_timer, "monotonic", lambda: clock[0])
     callback = SlowSteps(minutes, clock)
-    # Made long before it begins to train.
+    # The timer is created long before training starts.
     clock[0] += 9e6
     model = tiny_model(num_hidden_layers=1)
     trainer = oomb.Trainer(
@@ -96,7 +96,7 @@ def test_checkpoints_by_the_clock(
 
 
 @pytest.mark.timing
-def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
+def test_a_timed_checkpoint_that_does_not_fit_is_tried_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -127,18 +127,18 @@ def test_a_timed_checkpoint_without_room_is_tried_again_after_as_long(
         ({"save_minutes": 0}, "no checkpoints (--save_minutes 0)"),
     ],
 )
-def test_when_it_saves_is_told(flags: dict[str, Any], said: str) -> None:
+def test_the_description_says_when_checkpoints_are_written(flags: dict[str, Any], said: str) -> None:
     assert when_saved(TrainSettings(**flags)).endswith(said)
 
 
 @pytest.mark.timing
-def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_starts_and_resumes_a_job(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ["train", *TOY, "--resume_from_checkpoint", "auto"]
     assert (
         "needs --output_dir, to find its latest checkpoint"
         in invoke("train", "--resume_from_checkpoint", "auto").output
     )
-    # Killed before its first checkpoint, which leaves the metrics of its steps.
+    # Killed before its first checkpoint: only metrics are left.
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 5.0}\n')
     assert "already holds the metrics of a run" in invoke("train", *TOY).output
@@ -154,25 +154,25 @@ def test_a_job_that_may_be_killed_at_any_time_is_one_line(here: Path, monkeypatc
     assert first.exit_code == 0, first.output
     assert "no checkpoint in out: starting from scratch" in first.output
     assert "a checkpoint every 10 minutes; the newest 2 are kept" in first.output
-    assert told_steps(here / "out") == [1, 2, 3, 4]
+    assert logged_steps(here / "out") == [1, 2, 3, 4]
     assert steps("out") == [2, 3]
     second = invoke(*job)
     assert second.exit_code == 0, second.output
     assert "resuming from out/checkpoint-3" in second.output
-    assert told_steps(here / "out") == [1, 2, 3, 4, 4]
-    # What is trained and cannot be gone on from is not lost to it.
+    assert logged_steps(here / "out") == [1, 2, 3, 4, 4]
+    # A trained model without checkpoints is not overwritten.
     for folder in checkpoints.find("out"):
         files.remove_folder(folder)
     assert "out already holds a trained model" in invoke(*job).output
     assert output_dir.checkpoint_of(TrainSettings(output_dir="out", resume_from_checkpoint="auto")) is None
 
 
-def test_what_is_not_as_it_was_is_told(here: Path) -> None:
+def test_settings_that_change_the_data_are_reported(here: Path) -> None:
     run = ["train", *TOY, "--per_device_train_batch_size", "2", "--max_steps", "2", "--save_steps", "1"]
     begun = invoke(*run)
     assert begun.exit_code == 0, begun.output
     (here / "other.txt").write_text((here / "text.txt").read_text() + "And more.")
-    # The same windows, in another way to say it or to compute it, are the same.
+    # The same examples, written or batched in another way.
     same = invoke(
         *run, "--dataset", here / "text.txt", "--packing", "windows", "--per_device_train_batch_size", "1",
         "--gradient_accumulation_steps", "2", "--resume_from_checkpoint", "out/checkpoint-1",
@@ -188,7 +188,7 @@ def test_what_is_not_as_it_was_is_told(here: Path) -> None:
         ("seed", "7", "42"),
         ("packing", "documents", "windows"),
         ("dataset", str(here / "other.txt"), str(here / "text.txt")),
-        # Which came to be so in the run before, without a line since they came to the same.
+        # Changed by the run before, but their product is the same.
         ("per_device_train_batch_size", "2", "1"),
         ("gradient_accumulation_steps", "1", "2"),
     ):
@@ -200,13 +200,13 @@ def test_what_is_not_as_it_was_is_told(here: Path) -> None:
     assert f"gradient_accumulation_steps is 3 but the checkpoint was trained with 1{rest}" in third.output
 
 
-def test_settings_of_another_version_are_no_obstacle(here: Path) -> None:
+def test_settings_of_another_version_are_ignored(here: Path) -> None:
     Path("out/checkpoint-1").mkdir(parents=True)
     going_on = TrainSettings(output_dir="out", resume_from_checkpoint="out/checkpoint-1")
     assert output_dir.data_changes(going_on) == []
     Path("out/config.yaml").write_text("max_length: 8K\nno_such_setting: 1\n")
     assert output_dir.data_changes(going_on) == []
-    # Before packing was written as what it came to.
+    # From a version that did not resolve packing.
     Path("out/config.yaml").write_text("packing: auto\nchunk_size: 64\n")
     assert output_dir.data_changes(dataclasses.replace(going_on, packing="documents")) == []
     Path("out/config.yaml").write_text("max_length: 8K\n")
@@ -214,7 +214,7 @@ def test_settings_of_another_version_are_no_obstacle(here: Path) -> None:
     assert output_dir.data_changes(TrainSettings(output_dir="out")) == []
 
 
-def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_be_resumed_from_any_folder(here: Path, saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(saved_model, "my model")
     Path("elsewhere").mkdir()
     Path("stdlib").mkdir()
@@ -228,9 +228,9 @@ def test_a_run_is_gone_on_with_from_any_folder(here: Path, saved_model: Path, mo
     resumed = invoke("train", "../out/config.yaml", "--resume_from_checkpoint")
     assert resumed.exit_code == 0, resumed.output
     assert "but the checkpoint was trained with" not in resumed.output
-    assert told_steps(here / "out") == [1, 2, 3, 3]
+    assert logged_steps(here / "out") == [1, 2, 3, 3]
     assert not list(Path().iterdir())
-    # Words and what is not there stay as they are.
+    # Words, and paths that do not exist, stay as they are.
     monkeypatch.chdir(here)
     Path("demo").mkdir()
     kept = TrainSettings(tokenizer_name="owner/name", output_dir="not there")

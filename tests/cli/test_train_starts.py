@@ -1,5 +1,4 @@
-"""How a run of `oomb train` begins and breaks off: what it finds in its folder, what it says of its data, and whether
-the command that it ends with goes on."""
+"""Test how a run of `oomb train` starts: what it accepts in its folder, what it prints, and how it resumes."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def fail() -> None:
         (fail, 2, "the GPU has fallen off the bus"),
     ],
 )
-def test_a_start_that_was_broken_off_is_no_obstacle(
+def test_a_run_that_ended_before_its_first_step_can_be_repeated(
     here: Path, monkeypatch: pytest.MonkeyPatch, happens: Any, code: int, said: str
 ) -> None:
     evaluate = Trainer.evaluate
@@ -100,7 +99,7 @@ def test_a_start_that_was_broken_off_is_no_obstacle(
     assert again.exit_code == 0, again.output
     assert again.output.count(OVERWRITTEN) == 1
     assert [event["event"] for event in records(here / "out")].count("start") == 1
-    # And what it has trained is protected from the very same command.
+    # The trained model is protected from the same command.
     before = (here / "out" / "metrics.jsonl").read_bytes()
     refused = invoke("train", *TOY)
     assert refused.exit_code == 2
@@ -126,7 +125,7 @@ def lines(*events: Any) -> str:
         lines(START, '{"event": "held_o'),
     ],
 )
-def test_what_a_start_leaves(here: Path, left: str) -> None:
+def test_a_folder_without_a_completed_step_is_accepted(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     Path("out/config.yaml").write_text("seed: 1\n")
@@ -138,15 +137,15 @@ def test_what_a_start_leaves(here: Path, left: str) -> None:
     "left",
     [
         lines(START, {"event": "step", "step": 1, "loss": 5.0}),
-        # With --logging_steps 100, and an evaluation or the end before that.
+        # With --logging_steps 100, and an evaluation or the end before step 100.
         lines(START, HELD_OUT, {"event": "held_out", "step": 50, "loss": 4.0}),
         lines(START, {"event": "end", "stopped": True, "steps": 50}),
-        # What cannot be read may be anything.
+        # A line that cannot be read may be a step.
         lines(START, "not JSON\n", HELD_OUT),
         lines(START, '{"event": "step", "step": 1, "lo'),
     ],
 )
-def test_what_a_step_leaves_is_protected(here: Path, left: str) -> None:
+def test_a_folder_with_a_completed_step_is_protected(here: Path, left: str) -> None:
     Path("out").mkdir()
     Path("out/metrics.jsonl").write_text(left)
     with pytest.raises(ValueError, match="out already holds the metrics of a run; name another --output_dir"):
@@ -171,7 +170,7 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
 
 @pytest.mark.timing
 def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before its first step, and whatever else is said."""
+    """Even before its first step, and whatever the flags."""
     holding = "import sys; from pathlib import Path; from oomb.utils.lock import locked\n"
     holding += "with locked(Path('out')): print('held', flush=True); input()"
     refused = "another run (process {}) writes to out"
@@ -184,7 +183,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.M
             assert result.exit_code == 2
             assert refused.format(other.pid) in result.output
         assert [path.name for path in Path("out").iterdir()] == [".lock"]
-        # A kill leaves the file, and nobody holds it.
+        # A kill leaves the file, but releases the lock.
         other.kill()
     assert Path("out/.lock").read_text() == str(other.pid)
     seen: list[str] = []
@@ -203,7 +202,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(here: Path, monkeypatch: pytest.M
     assert not Path("out/.lock").exists()
 
 
-def test_a_lock_that_has_just_been_given_back_is_not_taken_for_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_deleted_before_it_is_locked_does_not_count(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, times = fcntl.flock, [0]
 
     def late(descriptor: int, how: int) -> None:
@@ -220,7 +219,7 @@ def test_a_lock_that_has_just_been_given_back_is_not_taken_for_one(here: Path, m
     assert not Path("out").exists()
 
 
-def test_where_there_are_no_locks_there_is_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_locks_work_without_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*args: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -278,7 +277,7 @@ def test_a_run_that_is_refused_leaves_no_folder(here: Path) -> None:
         ),
     ],
 )
-def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, Any], said: str) -> None:
+def test_the_description_says_what_is_read(here: Path, num_documents: int, flags: dict[str, Any], said: str) -> None:
     Path("texts").mkdir()
     for index in range(num_documents):
         Path(f"texts/{index}.txt").write_text("x" * 1999)
@@ -291,7 +290,7 @@ def test_what_is_read_is_told(here: Path, num_documents: int, flags: dict[str, A
     assert said in text
 
 
-def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reserved_for_the_longest_example(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("texts").mkdir()
     for index in range(9):
         Path(f"texts/{index}.txt").write_text("x" * (10 * index + 19))
@@ -300,7 +299,7 @@ def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest
     monkeypatch.setattr(Engine, "reserve", lambda self, *size: (asked.append(size), reserve(self, *size))[1])
     flags = [*TOY, "--dataset", "texts", "--max_steps", "8", "--overwrite_output_dir"]
     for packing, length, said in (
-        # 19 to 99 bytes, and an end each.
+        # 19 to 99 bytes, and an end token each.
         ("documents", 256, "up to 100 tokens long"),
         ("documents", 64, "up to 64 tokens long"),
         ("windows", 64, "examples of 64 tokens"),
@@ -311,7 +310,7 @@ def test_memory_is_taken_for_the_longest_example(here: Path, monkeypatch: pytest
         assert asked.pop() == (1, min(length, 100))
 
 
-def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> None:
+def test_the_built_in_example_is_short_unless_epochs_are_given(here: Path) -> None:
     Path("text.txt").write_text("x" * 9999)
     cpu = torch.device("cpu")
     for flags, num_read, num_steps in (({}, 20, 20), ({"num_train_epochs": 2.0}, 99, 198), ({"max_steps": 5}, 5, 5)):
@@ -321,7 +320,7 @@ def test_the_demo_is_short_unless_it_is_told_how_often_to_read(here: Path) -> No
         assert (len(split.train), steps) == (num_read, num_steps)
 
 
-def test_it_is_told_in_the_run(here: Path) -> None:
+def test_a_run_prints_what_it_reads(here: Path) -> None:
     result = invoke("train", *TOY, "--max_steps", "1", "--max_eval_samples", "0")
     assert result.exit_code == 0, result.output
     num_examples = (len(Path("text.txt").read_bytes()) + 1) // 256
@@ -330,7 +329,7 @@ def test_it_is_told_in_the_run(here: Path) -> None:
     assert load("text.txt", max_length=256, num_held_out=0).num_examples == num_examples
 
 
-def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_is_not_taken_for_the_trained_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.PRESETS, "some-7b", presets.PRESETS["demo"])
     said = "is a preset: its weights are random, and text is read as bytes."
     for name in ("some-7b", "Some-7B"):
@@ -338,7 +337,7 @@ def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: py
         assert done.exit_code == 0, done.output
         assert done.output.count(f"{name} {said}") == 1
         assert done.output.index(said) < done.output.index("held-out loss before training")
-    # The built-in example is meant as it is, a folder is a model, and a tokenizer reads no bytes.
+    # No note for the built-in example, a folder or a hub id. With a tokenizer, text is not bytes.
     Path("Some-7B").mkdir()
     for name in ("demo", "Some-7B", "some/hub-id"):
         assert describe.preset_note(TrainSettings(model_name_or_path=name)) is None
@@ -346,8 +345,8 @@ def test_a_preset_is_told_from_the_model_of_its_name(here: Path, monkeypatch: py
     assert told is not None and "are random. For" in told
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Room for the model, about 1.6 MB, and not for AdamW's states beside it.
+def test_a_checkpoint_that_cannot_be_written_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Enough for the model, about 1.6 MB, but not for AdamW's states as well.
     monkeypatch.setattr(files, "free_bytes", lambda folder: 3_000_000)
     done = invoke("train", *TOY, "--save_steps", "1", "--max_steps", "3")
     assert done.exit_code == 0, done.output
@@ -359,8 +358,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(here: Path, monke
 
 @pytest.mark.timing
 @pytest.mark.parametrize("output_dir", ["out", "my runs/the 1st", "ABSOLUTE/with 'quotes' and $HOME"])
-def test_the_command_that_goes_on_can_be_copied(here: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str) -> None:
-    """Of a run with a settings file and flags, that reads its text less than once."""
+def test_the_command_to_resume_can_be_copied(here: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str) -> None:
+    """For a run with a settings file and flags that reads its data less than once."""
     output_dir = output_dir.replace("ABSOLUTE", str(here / "elsewhere"))
     Path("my texts").mkdir()
     Path("my texts/a text.txt").write_bytes(Path("text.txt").read_bytes()[:6000])
@@ -384,13 +383,13 @@ def test_the_command_that_goes_on_can_be_copied(here: Path, monkeypatch: pytest.
         stopped = invoke(*run, "--output_dir", output_dir)
     assert stopped.exit_code == EXIT_INTERRUPTED, stopped.output
     [command] = re.findall(r"^  .*\boomb (train .*)$", stopped.output, re.MULTILINE)
-    # As a shell takes it apart, expansion and all.
+    # The shell splits and expands it as intended.
     taken = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
     assert taken.stdout.splitlines() == shlex.split(command)
     resumed = invoke(*taken.stdout.splitlines())
     assert resumed.exit_code == 0, resumed.output
     assert losses(Path(output_dir)) == pytest.approx(losses(here / "whole"), rel=1e-6)
-    # So can the one in the refusal.
+    # So can the command in the error message.
     [place] = re.findall(
         r"--resume_from_checkpoint (.*), name another", invoke(*run, "--output_dir", output_dir).output
     )

@@ -1,4 +1,4 @@
-"""`oomb train` with the parts around it: conversations, needles, samples, the report."""
+"""Test `oomb train` with conversations, needles, samples and the report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_conversations_of_different_lengths(here: Path) -> None:
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     steps = [event for event in records(here / "out") if event["event"] == "step"]
-    # Eight conversations, two a step; tokens are those that are there.
+    # Eight conversations, two per step; padding does not count as tokens.
     assert len(steps) == 4
     assert len({step["tokens"] for step in steps}) > 1 and all(step["tokens"] < 2 * 512 for step in steps)
     assert not any(step["loss"] != step["loss"] for step in steps)
@@ -65,7 +65,7 @@ def test_needles_samples_and_the_report(here: Path) -> None:
     assert [(found["count"], found["chance"], found["settings"]["num_depths"]) for found in asked] == [(3, 0.5, 3)] * 2
     assert "out/report.html" in result.output
     assert "<svg" in (here / "out" / "report.html").read_text()
-    # A text that cannot hold them is refused before anything is loaded.
+    # A text too short for them is refused before anything is loaded.
     refused = invoke(*run[:-1], "other", "--needle_lengths", "1M")
     assert refused.exit_code == 2
     assert "a haystack of 1,048,576" in refused.output
@@ -82,6 +82,6 @@ def test_needles_are_hidden_in_text_that_is_never_trained_on(here: Path) -> None
     for haystack in probe.haystacks:
         text = held_out[:2048] if haystack is probe.haystacks[0] else held_out[-haystack.length :]
         assert torch.equal(haystack.control_T[:1500], text[:1500])
-    # Where there is too little of it, what follows is taken as well.
+    # If there is too little held-out text, training text follows.
     longer = BeforeAfterEval(TrainSettings(needle_lengths="6K", needle_haystacks=1, max_length=2048), split, None)
     assert torch.equal(longer.haystacks[0].control_T[4096:5000], split.train[0]["input_ids"][:904])

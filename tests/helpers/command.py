@@ -1,4 +1,4 @@
-"""Runs the command line inside of the test process."""
+"""Run the command line in the test process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TOY_RUN = [
     "--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu", "--max_eval_samples", "0",
     "--sample_tokens", "0", "--no_report", "--output_dir", "out",
 ]  # fmt: skip
-"""`oomb train` on a text that is there, with nothing around the steps."""
+"""Flags of `oomb train` on a small text, without evaluation, sample or report."""
 
 
 def invoke(*arguments: str | Path, columns: int = 200) -> Result:
-    # Wide, so that no message is broken over two lines where a test looks for it.
+    # Wide, so that no message is wrapped.
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(main.app, [str(a) for a in arguments])

@@ -1,4 +1,4 @@
-"""The run that `test_kill.py` kills: a process of its own, which goes on from the newest checkpoint there is."""
+"""The run that `test_kill.py` kills: its own process, which resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ import oomb
 from oomb.trainers import checkpoints
 
 SLOWED_S = 0.004
-"""Between two operations on the disk, so that many a kill falls between them."""
+"""Pause between two disk operations, so that kills fall between them."""
 
 
 class Moment:
-    """When to be killed, after `num_steps` steps: while the run computes and saves one more ("step"), while it writes a
-    checkpoint ("partial"), as one gets its name ("named"), or while one is deleted ("gone"). Says when the moment
-    begins, and goes on; before the moment ends it waits for the kill, which may be late on a busy machine."""
+    """When to be killed, after `num_steps` steps.
+
+    "step": while the run computes and saves one more. "partial": while it writes a checkpoint. "named": as that gets
+    its name. "gone": while one is deleted. It reports when the moment begins, and waits for the kill before the moment
+    ends, because the kill may be late on a busy machine.
+    """
 
     def __init__(self, name: str, num_steps: int, came: Connection) -> None:
         self.name, self.num_left, self.came = name, num_steps, came
@@ -48,7 +51,7 @@ class Moment:
         self.begins("step")
 
     def follow_the_disk(self) -> None:
-        """Slows what a checkpoint is written and deleted with, and finds the moments in it."""
+        """Slow down the disk operations of checkpoints, and detect the moments in them."""
 
         def before(name: str, path: Any) -> None:
             if name == "mkdir" and ".partial-" in str(path):
@@ -81,7 +84,7 @@ class Moment:
 
 
 class Tell(TrainerCallback):
-    """Every loss in a file, bit by bit."""
+    """Callback that writes every loss to a file, bit for bit."""
 
     def __init__(self, path: Path, moment: Moment | None) -> None:
         self.path, self.moment = path, moment
@@ -104,7 +107,7 @@ def main(folder: Path, losses: Path, num_steps: int, moment: Moment | None) -> N
 
 
 def train(folder: Path, losses: Path, num_steps: int, moment: Moment | None = None) -> None:
-    """Dropout, several epochs, an odd number of batches to accumulate, an optimizer that rounds at random."""
+    """Train with dropout, several epochs, gradient accumulation and stochastic rounding in the optimizer."""
     torch.set_num_threads(1)
     options = {"max_steps": num_steps, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     trainer = oomb.Trainer(
@@ -118,11 +121,10 @@ def train(folder: Path, losses: Path, num_steps: int, moment: Moment | None = No
     trainer.train(resume_from_checkpoint=checkpoints.latest(folder))
 
 
-# Progress bars lock each other out across processes, and forked ones share the lock: one killed with it would stop all
-# that come after.
+# Progress bars share a lock across forked processes. A process killed while holding it would block all later ones.
 tqdm.tqdm.set_lock(threading.RLock())
 
 if os.environ.get("OOMB_TESTS_WARM_UP"):
-    # In the process that the runs are forked from: what is imported at first use is there then, for all of them.
+    # Runs are forked from this process. What it imports here, they need not import.
     with tempfile.TemporaryDirectory() as place:
         train(Path(place), Path(place) / "losses", 1)

@@ -1,7 +1,7 @@
-"""A terminal without a window: a program runs on a pseudo-terminal, and what it draws is kept as a screen of text.
+"""Run a program on a pseudo-terminal and keep what it draws as a screen of text.
 
-Run as a program, this is the child: it trains as it is told on a pipe, and waits at the chunks that it is told of, so
-that the screen can be looked at then. One child serves many trainings: its start takes seconds.
+Run as a program, this file is the child: it trains as told over a pipe and waits at given chunks, so that tests can
+look at the screen. One child serves many trainings, because starting it takes seconds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from waiting import HANG_S, wait_until
 
 CORNERS = "╭╮╰╯"
 MARK = b"\0"
-"""What the child writes between two frames; it is not drawn."""
+"""Written by the child between two frames, and not drawn."""
 MOST_FRAMES = 40
-"""That a changed panel may take to appear. The frame that was being drawn at the change is the only one it needs."""
+"""Frames until a changed panel must appear. One is enough, unless a frame was being drawn at the change."""
 
 
 class Terminal:
-    """A child on a pseudo-terminal of its own, and its screen."""
+    """A child process on its own pseudo-terminal, and its screen."""
 
     def __init__(self, cwd: Path, on_hangup: signal.Handlers = signal.SIG_DFL) -> None:
         import pyte
@@ -39,7 +39,7 @@ class Terminal:
         self.screen = pyte.Screen(80, 24)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
-        """All that was drawn since the last command."""
+        """Everything drawn since the last command."""
         self.master: int | None
         self.master, slave = pty.openpty()
         commands, self._to_child = os.pipe()
@@ -60,7 +60,7 @@ class Terminal:
         self._reports = self._unseen = b""
 
     def train(self, *arguments: str, columns: int, lines: int, stops: list[Any] = [], **env: str) -> None:  # noqa: B006
-        """Starts a training. `stops`: [steps done, pass, chunks done] where it is to wait for `go_on`."""
+        """Start a training. It waits for `resume` at each of `stops`: [steps done, pass, chunks done]."""
         self.screen.reset()
         self.raw = b""
         self.resize(columns, lines)
@@ -74,20 +74,22 @@ class Terminal:
         os.kill(self.child.pid, signal.SIGWINCH)
 
     def hang_up(self) -> None:
-        """The window is closed, or the connection lost: the system sends SIGHUP, and nothing can be written."""
+        """Close the window: the system sends SIGHUP, and nothing can be written any more."""
         assert self.master is not None
         os.close(self.master)
         self.master = None
 
     def end(self) -> int:
-        """Nothing more is asked of the child; its exit code."""
+        """End the child and return its exit code."""
         os.close(self._to_child)
         self._to_child = -1
         return self.child.wait(HANG_S)
 
     def press_ctrl_c(self) -> None:
-        """At a stop, between two frames: the system drops what is drawn and not yet read when the key is pressed. Wait
-        for the echo, which comes after the signal."""
+        """Press Ctrl-C at a stop and wait for the echo, which follows the signal.
+
+        The child must be between two frames: the key discards output that has not been read yet.
+        """
         assert self.master is not None
         self._tell("hold")
         self._show_until(MARK)
@@ -95,11 +97,11 @@ class Terminal:
         self._show_until(b"^C")
         self._tell("let go")
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._tell("go on")
 
     def report(self) -> dict[str, Any]:
-        """What the child says next, {"at": stop} or {"exit": code}; all that it has drawn by then is on the screen."""
+        """Return the child's next report, {"at": stop} or {"exit": code}, with the screen up to date."""
         while b"\n" not in self._reports:
             self._read()
         line, _, self._reports = self._reports.partition(b"\n")
@@ -108,7 +110,7 @@ class Terminal:
         return json.loads(line)
 
     def frame(self) -> list[str]:
-        """The lines of the screen at a stop, after another frame."""
+        """Return the lines of the screen at a stop, after another frame."""
         num_drawn = len(self.raw)
 
         def is_drawn() -> bool:
@@ -120,13 +122,13 @@ class Terminal:
         return self.lines()
 
     def panel(self, width: int, *words: str, above: str = "") -> tuple[list[str], list[str]]:
-        """The screen and the panel on it, once that is so wide and has these words, and stays so."""
+        """Return the screen and the panel on it, once the panel has this width and these words in two frames."""
         for _ in range(MOST_FRAMES):
             lines = self.frame()
             try:
                 drawn = panel_of(lines)
             except AssertionError:
-                # As while the window changes its size.
+                # The window is being resized.
                 continue
             if len(drawn[0]) == width and all(word in "\n".join(drawn) for word in words) and above in "\n".join(lines):
                 break
@@ -145,7 +147,7 @@ class Terminal:
         os.write(self._to_child, f"{command}\n".encode())
 
     def _show_until(self, mark: bytes) -> None:
-        """Draws what comes before the mark."""
+        """Draw what comes before the mark."""
         while mark not in self._unseen:
             self._read()
         seen, _, self._unseen = self._unseen.partition(mark)
@@ -161,7 +163,7 @@ class Terminal:
         for fd in ready:
             try:
                 said = os.read(fd, 1 << 16)
-            except OSError:  # its side of the terminal is gone
+            except OSError:  # the child closed its side of the terminal
                 said = b""
             if fd == self._from_child:
                 self._reports += said
@@ -182,7 +184,7 @@ class Terminal:
 
 
 def panel_of(lines: list[str]) -> list[str]:
-    """The panel's lines. There is exactly one, and none of its lines is torn."""
+    """Return the panel's lines. Assert that there is one panel and that no line of it is torn."""
     tops = [index for index, line in enumerate(lines) if "╭" in line]
     bottoms = [index for index, line in enumerate(lines) if "╰" in line]
     assert len(tops) == len(bottoms) == 1, "\n".join(lines)
@@ -199,9 +201,9 @@ def panel_of(lines: list[str]) -> list[str]:
 
 def main() -> None:
     commands, reports = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
-    # Whoever runs the tests under nohup has it ignored.
+    # nohup makes the tests ignore it.
     signal.signal(signal.SIGHUP, signal.Handlers(int(sys.argv[3])))
-    # Its own controlling terminal, so that Ctrl-C reaches it.
+    # A controlling terminal of its own, so that Ctrl-C reaches it.
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import torch
@@ -213,7 +215,7 @@ def main() -> None:
     own, stops = TrainingDisplay.chunk_done, []
 
     def report(**said: Any) -> None:
-        with suppress(OSError):  # where the terminal is gone
+        with suppress(OSError):  # the terminal is gone
             os.write(1, MARK)
         print(json.dumps(said), file=reports, flush=True)
 

@@ -1,4 +1,4 @@
-"""Small training runs that the tests of the trainer and of its checkpoints share."""
+"""Small training runs for the tests of trainers and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKED = oomb.Config(chunk_size=16)
 
 
 class Samples(Dataset):
-    """Sequences of different lengths, padded on the right, the padding masked out of attention and labels."""
+    """Dataset of sequences of different lengths, padded on the right, with the padding masked out."""
 
     def __init__(self, count: int, length: int, *, padded: bool = True, labels: bool = True) -> None:
         generator = torch.Generator().manual_seed(count)
@@ -82,7 +82,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 @pytest.fixture(scope="module")
 def quick_collection() -> Iterator[None]:
-    """Every run begins with a full garbage collection: half a second, over all that torch has imported."""
+    """Freeze imported objects, because each run starts with a full garbage collection of half a second."""
     gc.collect()
     gc.freeze()
     yield

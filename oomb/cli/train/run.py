@@ -15,7 +15,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from oomb.cli.errors import EXIT_INTERRUPTED, EXIT_NOT_AS_ASKED
+from oomb.cli.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED
 from oomb.cli.report.events import METRICS
 from oomb.cli.report.page import write_report
 from oomb.cli.train import output_dir as folders
@@ -330,7 +330,7 @@ class Run:
     @property
     def exit_code(self) -> int:
         if self.state.error is not None or self.is_saved_elsewhere:
-            return EXIT_NOT_AS_ASKED
+            return EXIT_INCOMPLETE
         return 0 if self.state.is_complete and not self.state.terminated else self.signals.exit_code
 
 

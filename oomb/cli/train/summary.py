@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from oomb.cli.train.schema import as_text
 from oomb.cli.train.settings import TrainSettings
 from oomb.cli.train.state import RunInfo, RunState
 from oomb.cli.train.yaml_file import CONFIG
@@ -119,7 +120,7 @@ def _options(chosen: dict[str, Any]) -> str:
     text = ""
     for name, value in chosen.items():
         if value is not None and value != defaults[name]:
-            text += f" --{name} {shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}"
+            text += f" --{name} {shlex.quote(as_text(value))}"
     return text
 
 
