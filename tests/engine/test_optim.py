@@ -1,4 +1,4 @@
-"""OffloadedAdamW is torch's AdamW: to the bit in float32, closely in less; and a good citizen."""
+"""OffloadedAdamW equals torch's AdamW bit for bit in float32 and closely in fewer bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["short_blocks"]
 
 @pytest.mark.parametrize("block_size", [256, 512, 2**22])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_adamw_to_the_bit(
+def test_it_is_bitwise_adamw(
     dtype: torch.dtype, block_size: int, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
 ) -> None:
     monkeypatch.setattr(optim_state, "BLOCK_SIZE", block_size)
@@ -74,7 +74,7 @@ def shared_gradients(models: list[nn.Module], seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_with_master_weights_16_bits_are_the_image_of_a_float32_run(dtype: torch.dtype) -> None:
+def test_master_weights_round_a_float32_run(dtype: torch.dtype) -> None:
     half = net(dtype)
     full = copy.deepcopy(half).float()
     optimizer = OffloadedAdamW(half.parameters(), lr=1e-4, master_weights=True)
@@ -89,8 +89,8 @@ def test_with_master_weights_16_bits_are_the_image_of_a_float32_run(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_updates_of_16_bits_arrive_on_average(dtype: torch.dtype) -> None:
-    """A hundred steps of a fortieth of the distance to the next number; rounded to the nearest, nothing would move."""
+def test_small_updates_of_16_bit_weights_survive_on_average(dtype: torch.dtype) -> None:
+    """A hundred steps of 1/40 of the distance to the next value: round-to-nearest would lose all of them."""
     rate = torch.finfo(dtype).eps / 80
     parameter = nn.Parameter(torch.ones(4000, dtype=dtype))
     nearest = nn.Parameter(torch.ones(4000, dtype=dtype))
@@ -101,7 +101,7 @@ def test_small_updates_of_16_bits_arrive_on_average(dtype: torch.dtype) -> None:
         optimizer.step()
         reference.step()
     assert (nearest == 1).all()
-    # 4000 walks of 100 steps, each of which is made with a probability of 1/40: 1% of the way is their deviation.
+    # 4000 random walks of 100 steps with probability 1/40 each have a standard deviation of 1% of the distance.
     assert float((1 - parameter.detach().double()).mean() / (100 * rate)) == pytest.approx(1, abs=0.04)
     assert parameter.detach().double().std() > 0
 
@@ -115,7 +115,7 @@ def saved_and_loaded(state: Any) -> Any:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_run_goes_on_as_if_nothing_had_happened(form: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_saved_run_continues_bit_for_bit(form: dict[str, Any], dtype: torch.dtype) -> None:
     model = net(dtype)
     optimizer = OffloadedAdamW(groups(model), lr=1e-2, **form)
     train(model, optimizer, range(7))
@@ -133,12 +133,12 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(form: dict[str, Any], dt
         train(m, o, range(7, STEPS))
         assert are_equal(values(m), values(model))
         assert o.host_bytes == optimizer.host_bytes
-    # Back to an earlier state, in the memory that is there already.
+    # Load an earlier state into memory that is already allocated.
     before = {name: x.data_ptr() for name, x in optimizer.state[model.first].items() if name != "step"}
     state = resumed.state_dict()
     optimizer.load_state_dict(saved_and_loaded(state))
     assert before == {name: x.data_ptr() for name, x in optimizer.state[model.first].items() if name != "step"}
-    # And to none at all.
+    # Then an empty state.
     optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
     model.load_state_dict(net(dtype).state_dict())
     fresh = net(dtype)
@@ -148,7 +148,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_happened(form: dict[str, Any], dt
     assert are_equal(values(model), values(fresh)), "an empty state did not start from zero"
 
 
-def test_states_go_from_torch_and_back() -> None:
+def test_states_are_interchangeable_with_torch() -> None:
     model, other = net(), net()
     reference = torch.optim.AdamW(groups(model), lr=1e-2, foreach=False)
     train(model, reference, range(7))
@@ -167,7 +167,7 @@ def test_states_go_from_torch_and_back() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS[1:3], ids=str)
-def test_states_change_their_precision_when_loaded(form: dict[str, Any]) -> None:
+def test_states_are_converted_when_loaded(form: dict[str, Any]) -> None:
     model = net()
     optimizer = OffloadedAdamW(groups(model), lr=1e-2)
     train(model, optimizer, range(7))
@@ -176,7 +176,7 @@ def test_states_change_their_precision_when_loaded(form: dict[str, Any]) -> None
     narrow.load_state_dict(optimizer.state_dict())
     wide = OffloadedAdamW(groups(model), master_weights=True)
     wide.load_state_dict(narrow.state_dict())
-    # The same with the weight the other way round in memory, where runs of 256 numbers are others.
+    # The same with a transposed weight, where blocks of 256 elements differ.
     model.second.data = model.second.data.contiguous()
     turned = OffloadedAdamW(groups(model), **form)
     turned.load_state_dict(narrow.state_dict())
@@ -188,7 +188,7 @@ def test_states_change_their_precision_when_loaded(form: dict[str, Any]) -> None
             assert float((found[name] - expected[name]).norm() / expected[name].norm()) < 0.04
 
 
-def test_a_model_that_moves_takes_its_states_along() -> None:
+def test_states_follow_a_model_to_another_device() -> None:
     model, other = net(), net()
     optimizer, reference = OffloadedAdamW(groups(model), lr=1e-2), torch.optim.AdamW(groups(other), lr=1e-2)
     for m, o in ((model, optimizer), (other, reference)):
@@ -198,7 +198,7 @@ def test_a_model_that_moves_takes_its_states_along() -> None:
     assert are_equal(values(model), values(other))
 
 
-def test_what_cannot_be_updated_is_refused() -> None:
+def test_unsupported_parameters_raise() -> None:
     sparse = nn.Embedding(5, 3, sparse=True)
     optimizer = OffloadedAdamW([nn.Parameter(torch.ones(2)), *sparse.parameters()])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
@@ -229,12 +229,12 @@ def test_what_cannot_be_updated_is_refused() -> None:
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_settings_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OffloadedAdamW([nn.Parameter(torch.ones(2))], **options)
 
 
-def test_foreign_states_are_refused() -> None:
+def test_foreign_states_raise() -> None:
     model = net()
     optimizer = OffloadedAdamW(model.parameters())
     train(model, optimizer, range(2))
@@ -254,7 +254,7 @@ def test_foreign_states_are_refused() -> None:
         assert all(torch.equal(x, before["state"][key][name]) for name, x in state.items())
 
 
-def test_hooks_see_the_whole_state() -> None:
+def test_hooks_see_the_complete_state() -> None:
     model = net()
     optimizer, seen = OffloadedAdamW(model.parameters()), []
     train(model, optimizer, range(2))
@@ -273,7 +273,7 @@ def test_hooks_see_the_whole_state() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_host_memory_is_what_it_says(form: dict[str, Any], num_bytes: float) -> None:
+def test_host_bytes_is_the_memory_it_allocates(form: dict[str, Any], num_bytes: float) -> None:
     model = nn.Linear(512, 33, bias=False).bfloat16()
     optimizer = OffloadedAdamW(model.parameters(), **form)
     assert optimizer.host_bytes == 512 * 33 * num_bytes
@@ -287,7 +287,7 @@ def test_host_memory_is_what_it_says(form: dict[str, Any], num_bytes: float) -> 
     assert sum(slab.bytes.nbytes for slab in state.slabs) == optimizer.host_bytes
 
 
-def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_host_memory_raises_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net(torch.bfloat16)
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, master_weights=True)
     before = values(model)
@@ -319,7 +319,7 @@ def test_too_little_host_memory_is_said_before_anything_is_done(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("form", [{}, {"state_dtype": "8bit"}], ids=str)
-def test_the_trainer_takes_it_and_resumes(form: dict[str, Any], tmp_path: Path) -> None:
+def test_the_trainer_accepts_it_and_resumes(form: dict[str, Any], tmp_path: Path) -> None:
     from trainings import CHUNKED, Samples, tiny_model
     from transformers import TrainingArguments
 

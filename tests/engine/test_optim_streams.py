@@ -1,4 +1,4 @@
-"""The streams of OffloadedAdamW: whatever is late or interrupted, the result is the same; without a wait it is not."""
+"""The streams of OffloadedAdamW: late copies and interrupts do not change the result; a missing wait does."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["short_blocks"]
 
 
 class Interrupt:
-    """A tracer that raises KeyboardInterrupt before the line with that number of all that are run. Copies that have
-    been asked for cannot be interrupted, on a GPU neither."""
+    """A tracer that raises KeyboardInterrupt before the given line that runs. Copies cannot be interrupted once they
+    are launched, as on a GPU."""
 
     def __init__(self, line: int) -> None:
         self.lines_left = line
@@ -42,7 +42,7 @@ class Interrupt:
 
 
 class Impatient(OffloadedAdamW):
-    """Interrupted again before it has dealt with the first interrupt."""
+    """Interrupted again while it handles the first interrupt."""
 
     is_interrupted = False
 
@@ -63,10 +63,10 @@ def blocks(optimizer: OffloadedAdamW) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4]], ids=["plain", "8bit"])
 @pytest.mark.parametrize("kind", [OffloadedAdamW, Impatient])
-def test_an_interrupted_step_leaves_whole_blocks_and_can_be_finished(
+def test_an_interrupted_step_leaves_complete_blocks_and_can_be_finished(
     kind: type[OffloadedAdamW], form: dict[str, Any]
 ) -> None:
-    """Ctrl-C before every line of a step, with copies as late as they may be."""
+    """Interrupts before every line of a step, with copies as late as possible."""
 
     def second_step() -> OffloadedAdamW:
         shapes = ((3, 180), (5,))
@@ -120,7 +120,7 @@ def test_an_interrupted_step_leaves_whole_blocks_and_can_be_finished(
     assert line > 200 and seen == {0, 1, 2, 3}
 
 
-def test_loading_a_state_forgets_an_interrupted_step() -> None:
+def test_loading_a_state_discards_an_interrupted_step() -> None:
     model, expected = net(), net()
     optimizer, reference = (OffloadedAdamW(groups(m), lr=1e-2) for m in (model, expected))
     for m, o in ((model, optimizer), (expected, reference)):
@@ -187,7 +187,7 @@ def ignoring_the_computation(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignoring_the_last_step(patch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the stores at the end of a step. With many blocks the next step would, by chance."""
+    """Skip the wait for stores at the end of a step. With many blocks the next step would wait by chance."""
     patch.setattr(optim_state, "BLOCK_SIZE", 2**22)
 
     def mutated(self: OffloadedAdamW) -> None:
@@ -206,7 +206,7 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_access_is_ordered(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # The clocks look at 16 bytes at a time: 4 scales.
+    # The clocks have a resolution of 16 bytes, which is 4 scales.
     monkeypatch.setattr(optim_state, "BLOCK_SIZE", 4 * moments.BLOCK)
     clocks = Clocks()
     with Watch(clocks):
@@ -230,7 +230,7 @@ SHORT = 1_000_000
 def gpu_run(
     form: dict[str, Any], disturb: Callable[[pytest.MonkeyPatch], None] | None = None, num_steps: int = 3
 ) -> list[Tensor]:
-    """Gradients are given: only the optimizer is on trial."""
+    """Run only the optimizer, on random gradients."""
     draw = torch.Generator("cuda").manual_seed(0)
     shapes = ((300, 1000), (17,), (999, 77))
     parameters = [nn.Parameter(torch.randn(s, device="cuda", generator=draw).bfloat16()) for s in shapes]
@@ -283,7 +283,7 @@ def gpu_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_late_streams_change_nothing(form: dict[str, Any], gpu_blocks: None) -> None:
     expected = gpu_run(form)
-    assert are_equal(gpu_run(form), expected), "it does not even repeat itself"
+    assert are_equal(gpu_run(form), expected), "two undisturbed runs differ"
     for disturb in (
         late(loads=SHORT, seed=1),
         late(stores=SHORT, seed=2),

@@ -1,6 +1,6 @@
-"""Random wrong bits in the files of a folder, one at a time: how many does a check miss?
+"""Flip random bits in the files of a folder, one at a time, and count how many a check misses.
 
-    PYTHONPATH=. python tests/bit_flips.py 200       # in a checkpoint of 1 GiB, then in a folder of token shards
+    PYTHONPATH=. python tests/helpers/bit_flips.py 200    # a checkpoint of 1 GiB, then token shards
 
 Takes about ten minutes on two cores, and 2 GiB of disk.
 """
@@ -43,7 +43,7 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
 
 
 def num_undetected(folder: Path, num_flips: int, check: Callable[[Path], Any], seed: int = 0) -> int:
-    """Flip random bits, each bit of the folder as likely as any other; `check` must raise ValueError every time."""
+    """Return how many flips of random bits `check` does not detect. It must raise ValueError every time."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = [path.stat().st_size for path in files]
     chance = random.Random(seed)
@@ -76,7 +76,7 @@ def large_checkpoint(place: Path) -> Path:
 
 
 def token_shards(place: Path) -> Path:
-    """Return the Python library as tokens, in shards of 8 MiB of text."""
+    """Return the Python standard library as token shards of 8 MiB of text."""
     subprocess.run(
         [
             sys.executable,

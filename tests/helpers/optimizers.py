@@ -1,4 +1,4 @@
-"""Small networks and optimizers, and what is compared of them."""
+"""Small networks and optimizer settings for tests of OffloadedAdamW."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several to a parameter, the last one odd."""
+    """Use several blocks per parameter, the last one of an odd size."""
     monkeypatch.setattr(optim_state, "BLOCK_SIZE", 512)
 
 
 class Net(nn.Module):
-    """Parameters of odd sizes, one of which lies transposed in memory, one without gradient, one without numbers."""
+    """A network with parameters of odd sizes: one transposed in memory, one without gradient, one empty."""
 
     def __init__(self) -> None:
         super().__init__()

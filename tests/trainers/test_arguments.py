@@ -1,4 +1,4 @@
-"""Training arguments belong to the caller: trainers change a copy."""
+"""Trainers never change the caller's training arguments."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def values(args: TrainingArguments) -> dict[str, Any]:
 
 
 def changed_by_training(args: TrainingArguments, make: Any) -> dict[str, Any]:
-    """What is not in the caller's arguments as it was, after a trainer has been made with them and has trained."""
+    """Return what a trainer changed in the caller's arguments."""
     before = values(args)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*(gradient checkpointing|activation_offloading=True)")
         trainer = make(args)
     trainer.train()
     assert not trainer.args.gradient_checkpointing and trainer.args.n_gpu <= 1
-    # What is set up once is not set up again.
+    # The device setup is cached and does not run again.
     assert trainer.args.distributed_state is args.distributed_state and trainer.args.device == args.device
     return {name: value for name, value in values(args).items() if value != before[name]}
 
@@ -53,7 +53,7 @@ def test_the_trainer_leaves_the_callers_arguments_alone(tmp_path: Path, asked: d
     for name, value in asked.items():
         setattr(args, name, value)
     assert changed_by_training(args, trainer_with) == {}
-    # Where nothing is switched off, settings that the caller makes later still count.
+    # If nothing is switched off, the trainer uses the caller's object, so later changes count.
     plain = arguments(tmp_path)
     assert trainer_with(plain).args is plain
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, at every moment a process can end, and on a disk that is full."""
+"""Checkpoints are complete or absent, whenever the process ends, and on a full disk."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from oomb.utils import files
 
 ROOT = Path(__file__).parents[2]
 NO_PROCESS = 2**30
-"""A number above all that a system gives: that of a process which has ended may be given again."""
+"""A process number that no system assigns. The number of an ended process could be assigned again."""
 pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 
 
-def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint-2"
     with checkpoints.write(folder) as partial:
         (partial / "model.safetensors").write_text("weights")
@@ -43,7 +43,7 @@ def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
-def test_nothing_is_left_of_one_that_failed(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failed_checkpoint_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     write(tmp_path / "checkpoint-1")
     raised = checkpoints.CheckpointNotSaved if error is OSError else error
     with pytest.raises(raised), checkpoints.write(tmp_path / "checkpoint-2") as partial:
@@ -61,7 +61,7 @@ def test_nothing_is_left_of_one_that_failed(tmp_path: Path, error: type[BaseExce
         (checkpoints.MANIFEST, lambda path: os.truncate(path, 30), f"{checkpoints.MANIFEST} cannot be read"),
     ],
 )
-def test_a_broken_one_is_refused_by_the_name_of_its_file(
+def test_the_error_for_a_damaged_checkpoint_names_the_file(
     tmp_path: Path, name: str, damage: Callable[[Path], None], message: str
 ) -> None:
     for step in (9, 10, 100):
@@ -74,7 +74,7 @@ def test_a_broken_one_is_refused_by_the_name_of_its_file(
         assert checkpoints.latest(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_one_of_transformers_is_whole_once_its_state_is_there(tmp_path: Path) -> None:
+def test_a_checkpoint_of_transformers_is_complete_with_its_state(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()
     with pytest.raises(checkpoints.BrokenCheckpoint, match=r"trainer_state\.json"):
@@ -111,7 +111,7 @@ def test_a_manifest_of_an_earlier_release_is_read(tmp_path: Path) -> None:
         checkpoints.check(folder)
 
 
-def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
+def test_rotation_deletes_the_oldest_and_keeps_the_best(tmp_path: Path) -> None:
     for step in (2, 4, 10, 6, 8):
         write(tmp_path / f"checkpoint-{step}")
     checkpoints.rotate(tmp_path, None, set())
@@ -126,7 +126,7 @@ def test_the_oldest_go_and_those_to_keep_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
+def test_leftovers_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     pid = NO_PROCESS
     try:
@@ -146,7 +146,7 @@ def test_what_dead_processes_left_is_cleared_away(tmp_path: Path) -> None:
         )
         alive.mkdir()
         reused.mkdir()
-        # Made before the process that has this number now.
+        # Written before the process with this number started.
         os.utime(reused, times=(1e9, 1e9))
         (tmp_path / ".checkpoint-8.notes").mkdir()
         files.remove_leftovers(tmp_path)
@@ -163,7 +163,7 @@ class Killed(BaseException):
 
 
 def end_at(patch: pytest.MonkeyPatch, operation: int) -> None:
-    """From the given call on, nothing changes on disk any more, as if the process had been killed there."""
+    """Let file system calls fail from the given one on, as if the process had been killed there."""
     count = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +176,7 @@ def end_at(patch: pytest.MonkeyPatch, operation: int) -> None:
 
         return call
 
-    # A power cut is not what is tried here, and fsync is slow.
+    # This is not about power cuts, and fsync is slow.
     patch.setattr(os, "fsync", lambda descriptor: None)
     for module, names_of_calls in (
         (os, ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "open", "chmod", "sendfile")),
@@ -188,7 +188,7 @@ def end_at(patch: pytest.MonkeyPatch, operation: int) -> None:
 
 
 def rewrite(folder: Path) -> None:
-    """A new checkpoint, one in the place of another, and the oldest deleted."""
+    """Write a new checkpoint, replace another and delete the oldest."""
     write(folder / "checkpoint-3")
     write(folder / "checkpoint-2", "second")
     checkpoints.rotate(folder, 2, {folder / "checkpoint-3"})
@@ -229,7 +229,7 @@ def test_a_process_that_ends_at_any_moment_leaves_no_broken_checkpoint(tmp_path:
 
 
 def fail_from(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, step: int) -> None:
-    """Calls for the checkpoint of one step write half a file and find the disk full."""
+    """Let calls for the checkpoint of one step write half a file and find the disk full."""
     function = getattr(module, name)
 
     def full(*positional: Any, **options: Any) -> Any:
@@ -277,7 +277,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     assert len(logged(trainer, "loss")) == 4
 
 
-def test_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_from(monkeypatch, torch, "save", 4)
     trainer = trainer_in(tmp_path)
     for attempt in (trainer.train, trainer.save_checkpoint):
@@ -286,7 +286,7 @@ def test_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         ):
             attempt()
         assert names(tmp_path) == {f"checkpoint-{step}" for step in (1, 2, 3)}
-    # Somebody has made room.
+    # There is space again.
     monkeypatch.undo()
     assert trainer.save_checkpoint() == tmp_path / "checkpoint-4"
     checkpoints.check(tmp_path / "checkpoint-4")
@@ -316,7 +316,7 @@ torch.set_num_threads(1)
 written = checkpoints.write
 for name in ("foreseen", "weights", "optimizer"):
     if name != "foreseen":
-        # A quota, say, of which the free space does not tell.
+        # Free space does not include quotas, for example.
         checkpoints.write = lambda folder, needed, **rest: written(folder)
     folder = Path(sys.argv[1]) / name
     with warnings.catch_warnings(record=True) as caught:
@@ -335,7 +335,7 @@ for name in ("foreseen", "weights", "optimizer"):
 @pytest.mark.timing
 @pytest.mark.slow
 def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
-    """As safetensors and torch.save meet it, in file systems that hold two checkpoints and some of a third."""
+    """How safetensors and torch.save fail on file systems with space for two checkpoints and a part of a third."""
     sizes = {"foreseen": "480k", "weights": "420k", "optimizer": "480k"}
     mounts = [f'mkdir "$0/{name}" && mount -t tmpfs -o size={size} none "$0/{name}"' for name, size in sizes.items()]
     command = " && ".join([*mounts, 'exec "$@"'])
@@ -358,7 +358,7 @@ def test_a_disk_that_really_is_full(tmp_path: Path) -> None:
         assert left == "['checkpoint-1', 'checkpoint-2'] checkpoint-2"
 
 
-def test_a_named_broken_one_is_not_loaded(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     trainer = train(tmp_path)
     os.truncate(tmp_path / "checkpoint-4" / "optimizer.pt", 1000)
     with pytest.raises(checkpoints.BrokenCheckpoint, match=r"checkpoint-4 is damaged: optimizer\.pt has 1,000 bytes"):
@@ -369,7 +369,7 @@ def test_a_named_broken_one_is_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-def test_a_run_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_a_run_deletes_what_a_killed_one_left(tmp_path: Path) -> None:
     (tmp_path / f".checkpoint-2.partial-{NO_PROCESS}" / "checkpoint-2").mkdir(parents=True)
     train(tmp_path, save_total_limit=1)
     assert names(tmp_path) == {"checkpoint-4"}

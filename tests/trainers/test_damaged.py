@@ -1,4 +1,4 @@
-"""Checkpoints with a wrong bit, a short file or a foreign shape are refused in one message; errors lose no step."""
+"""Damaged or foreign checkpoints raise one clear error, and errors during training lose no step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures(quick_collection.__name__)
 TOY = [*TOY_RUN, "--max_steps", "5"]
 
 
-def test_a_changed_byte_of_a_large_file_is_seen_wherever_it_is(tmp_path: Path) -> None:
+def test_a_changed_byte_anywhere_in_a_large_file_is_detected(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
     with checkpoints.write(folder) as partial:
         (partial / "optimizer.pt").write_bytes(os.urandom(1 << 20) * 80)
@@ -57,7 +57,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     assert not unseen
 
 
-def test_random_bits_of_a_whole_checkpoint_count(tmp_path: Path) -> None:
+def test_random_bit_flips_in_a_checkpoint_are_detected(tmp_path: Path) -> None:
     train(tmp_path, max_steps=2)
     assert num_undetected(tmp_path / "checkpoint-2", 60, checkpoints.check) == 0
 
@@ -71,8 +71,8 @@ def resume_error(trainer: Any, folder: Path) -> Exception | None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
-def test_a_file_cut_short_is_one_message_with_the_checkpoint_to_use_instead(tmp_path: Path, name: str) -> None:
-    """Without a manifest, as transformers writes them: the file is at fault only when it is read."""
+def test_the_error_for_a_truncated_file_names_an_older_checkpoint(tmp_path: Path, name: str) -> None:
+    """Checkpoints of transformers have no manifest, so damage shows only when a file is read."""
     train(tmp_path)
     broken = tmp_path / "checkpoint-4"
     (broken / checkpoints.MANIFEST).unlink()
@@ -83,14 +83,14 @@ def test_a_file_cut_short_is_one_message_with_the_checkpoint_to_use_instead(tmp_
     assert f"resume from {tmp_path / 'checkpoint-3'} instead" in str(error)
 
 
-def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_optimizer_states_of_another_shape_raise(tmp_path: Path) -> None:
     train(tmp_path)
     folder = tmp_path / "checkpoint-4"
     (folder / checkpoints.MANIFEST).unlink()
     optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
     optimizer["state"][0]["exp_avg"] = optimizer["state"][0]["exp_avg"][:, :31].clone()
     torch.save(optimizer, folder / "optimizer.pt")
-    # Nothing is left to train: a step with such a state may crash the process.
+    # The run is at its last step: a step with such a state could crash the process.
     error = resume_error(trainer_in(tmp_path / "resumed"), folder)
     assert isinstance(error, checkpoints.BrokenCheckpoint), repr(error)
     assert "exp_avg in optimizer.pt has shape (61, 31), but its parameter (61, 32)" in str(error)
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_other_adapters_is_not_called_damaged(tmp_path: Path) ->
 
 
 class LowRank(torch.optim.Optimizer):
-    """As GaLore does: one moment of a projection, which is smaller than its parameter."""
+    """Keeps a projected moment that is smaller than its parameter, as GaLore does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-3})
@@ -127,7 +127,7 @@ class LowRank(torch.optim.Optimizer):
                     p.sub_(self.state[p]["exp_avg"], alpha=group["lr"])
 
 
-def test_moments_of_other_optimizers_have_shapes_of_their_own(tmp_path: Path) -> None:
+def test_other_optimizers_may_have_moments_of_other_shapes(tmp_path: Path) -> None:
     def trainer(folder: Path, steps: int) -> Any:
         model = tiny_model()
         options = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
@@ -144,8 +144,8 @@ def test_moments_of_other_optimizers_have_shapes_of_their_own(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
-def test_a_damaged_best_checkpoint_costs_no_finished_run(tmp_path: Path, name: str) -> None:
-    """Only its weights are loaded. Where these are damaged, those of the last step are still there."""
+def test_a_damaged_best_checkpoint_does_not_fail_a_finished_run(tmp_path: Path, name: str) -> None:
+    """Only its weights are loaded. If those are damaged, the model keeps the weights of the last step."""
     from scored_runs import BEST, Scores
 
     class Damaging(Scores):
@@ -186,7 +186,7 @@ def test_oomb_train_names_the_older_checkpoint(places: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["token id", "RuntimeError"])
-def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_an_error_between_two_steps_loses_no_step(places: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     read, calls = Examples.__getitem__, 0
 
     def spoiled(self: Any, index: int) -> dict[str, torch.Tensor]:
@@ -216,7 +216,7 @@ def test_an_error_between_two_steps_loses_none(places: Path, monkeypatch: pytest
     assert Path("out/model/model.safetensors").read_bytes() == Path("whole/model/model.safetensors").read_bytes()
 
 
-def test_a_tokenizer_that_cannot_be_saved_costs_no_model(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_saved_if_the_tokenizer_cannot_be(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = small_tokenizer()
 
     def broken(*args: Any, **kwargs: Any) -> None:

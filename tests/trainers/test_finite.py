@@ -1,4 +1,4 @@
-"""NaN and infinity stop training before they reach the weights, and nothing that holds them is saved."""
+"""NaN and infinity stop training before they reach the weights or a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STEPS = 6
 
 
 class Spoiled(Samples):
-    """One example holds a token whose embedding overflows."""
+    """One example has a token whose embedding overflows."""
 
     def __init__(self, at: int, count: int = NUM_STEPS) -> None:
         super().__init__(count, 33, padded=False)
@@ -70,7 +70,7 @@ def assert_checkpoints_finite(folder: Path, steps: list[int]) -> None:
 
 
 class Overflowing(oomb.Trainer):
-    """Its loss is infinite where its model's gradient alone would be."""
+    """Has an infinite loss instead of an infinite gradient."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -79,7 +79,7 @@ class Overflowing(oomb.Trainer):
 
 @pytest.mark.parametrize("optimizer", [None, "offloaded_adamw"])
 @pytest.mark.parametrize(("kind", "what"), [(oomb.Trainer, "gradient norm is nan"), (Overflowing, "loss is inf")])
-def test_a_step_that_is_not_finite_never_reaches_the_weights(
+def test_a_nonfinite_loss_never_reaches_the_weights(
     tmp_path: Path, kind: Any, what: str, optimizer: str | None
 ) -> None:
     trainer = trainer_on(Spoiled(at=3), tmp_path, kind=kind, optimizer=optimizer)
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
     assert f"the {what} in step 4 of 6, on example 3" in str(error)
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path: Path) -> None:
+def test_a_nonfinite_gradient_never_reaches_the_weights(tmp_path: Path) -> None:
     class Infinite(oomb.Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             loss = super().training_step(*args, **kwargs)
@@ -108,8 +108,8 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path: Path)
         assert isinstance(error, oomb.NonFiniteError) and "the gradient norm is inf in step 3" in str(error)
 
 
-def test_weights_that_an_update_destroys_are_not_saved(tmp_path: Path) -> None:
-    """As in float16 without float32 copies, where AdamW's epsilon and second moment are zero, and its update 0 / 0."""
+def test_weights_that_an_update_made_nan_are_not_saved(tmp_path: Path) -> None:
+    """In pure float16 AdamW's epsilon and second moment underflow, so its update is 0 / 0."""
     model = tiny_model(num_hidden_layers=1)
     samples = Samples(NUM_STEPS, 33, padded=False)
     trainer = trainer_on(samples, tmp_path, model, adam_epsilon=0.0, warmup_steps=0)
@@ -120,7 +120,7 @@ def test_weights_that_an_update_destroys_are_not_saved(tmp_path: Path) -> None:
     assert trainer.is_stepping, "and such a step cannot be saved later"
 
 
-def test_weights_that_were_infinite_before_are_no_reason_to_stop(tmp_path: Path) -> None:
+def test_weights_that_were_infinite_before_training_are_accepted(tmp_path: Path) -> None:
     """A bias of -inf keeps unused tokens from being predicted."""
     model = tiny_model("phi", num_hidden_layers=1)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_weights_that_were_infinite_before_are_no_reason_to_stop(tmp_path: Path)
 
 
 def test_the_examples_of_the_step_are_named(tmp_path: Path) -> None:
-    """In a shuffled second epoch, of batches that are accumulated: the one that holds it, and no other."""
+    """In a shuffled second epoch with accumulated batches, only the example at fault is named."""
     seen: list[str] = []
     for at in (0, 3, 5):
         trainer = trainer_on(
@@ -159,13 +159,13 @@ def test_skipped_steps_change_nothing_and_are_counted(tmp_path: Path) -> None:
         safetensors.torch.load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2)
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
-    # A run that is resumed has used up what the run before it did.
+    # A resumed run counts the steps that were skipped before.
     resumed = trainer_on(Spoiled(at=1), tmp_path, max_skipped_steps=1, max_steps=2 * NUM_STEPS)
     with pytest.raises(oomb.NonFiniteError, match="with 1 steps skipped before"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
-def test_the_check_can_be_switched_off_and_refuses_nonsense(tmp_path: Path) -> None:
+def test_the_check_can_be_turned_off(tmp_path: Path) -> None:
     trainer = trainer_on(Spoiled(at=1), tmp_path / "off", max_skipped_steps=None)
     assert trained(trainer) is None and not is_finite(trainer.model.state_dict())
     for wrong in (-1, 1.5, True, "2"):
@@ -203,7 +203,7 @@ def test_oomb_train_ends_with_an_error_and_saves_no_nan(places: Path, report: bo
     assert done.exit_code == 1, done.output
     events = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     [error] = [event["error"] for event in events if event["event"] == "error"]
-    # The text is one file, whose examples are pieces of it.
+    # The dataset is one file; its examples are parts of it.
     assert re.search(r"in step \d of 8, on example \d+ \(.*text\.txt, tokens [\d,]+ to [\d,]+ of the data\)", error)
     assert "error: " in done.output and "Lower the learning rate" in done.output
     reported = invoke("report", "out")

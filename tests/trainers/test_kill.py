@@ -24,17 +24,17 @@ from oomb.trainers import checkpoints
 
 ROOT = Path(__file__).parents[2]
 LATEST_S = {"step": 0.08, "partial": 0.05, "named": 0.01, "gone": 0.03}
-"""How long after its beginning a moment may be hit. A step takes about 60 ms, a checkpoint about 100."""
+"""How long after the start of an event to kill. A step takes about 60 ms, a checkpoint about 100."""
 
 
 def read(losses: Path) -> list[tuple[int, str, str]]:
-    """What a run has told, less a line that the kill cut short."""
+    """Return the events of a run, without a line that the kill cut short."""
     lines = losses.read_text().splitlines(keepends=True) if losses.exists() else []
     return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def assert_loadable(checkpoint: Path) -> None:
-    """Every file of it, as its reader opens it; the manifest is not asked."""
+    """Load every file of a checkpoint, without looking at the manifest."""
     weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
     assert all(torch.isfinite(value).all() for value in weights.values())
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
@@ -51,7 +51,7 @@ def test_kills_change_nothing(num_kills: int, tmp_path: Path, monkeypatch: pytes
 
     num_steps = 6 + 3 * num_kills  # a process is killed up to three steps after it starts
 
-    # Every process is forked from one that has imported torch: starting takes no time, so the kills can be many.
+    # Every process is forked from one that has imported torch, so starting is fast and many kills are possible.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]))
     monkeypatch.setenv("OOMB_TESTS_WARM_UP", "1")
     context = multiprocessing.get_context("forkserver")
@@ -93,7 +93,7 @@ def test_kills_change_nothing(num_kills: int, tmp_path: Path, monkeypatch: pytes
         assert process.exitcode == -signal.SIGKILL
         resumed_at.append(read(losses)[told][0])
         caught += [path.name.split(".")[2].split("-")[0] for path in folder.glob(".checkpoint-*")]
-        # Nothing under a name that is loaded is less than whole, for us or for transformers.
+        # Every folder named like a checkpoint is complete.
         for checkpoint in checkpoints.find(folder):
             checkpoints.check(checkpoint)
             assert_loadable(checkpoint)
@@ -104,7 +104,7 @@ def test_kills_change_nothing(num_kills: int, tmp_path: Path, monkeypatch: pytes
     process.join(HANG_S)
     assert process.exitcode == 0, (tmp_path / "killed" / "stderr").read_text()
 
-    # Each loss that any of the processes told of is that of the run that was never killed, to the last bit.
+    # Every loss that any process logged is bitwise that of the run that was never killed.
     told_in_all = read(losses)
     assert set(told_in_all) == set(reference)
     last = num_steps
@@ -113,6 +113,6 @@ def test_kills_change_nothing(num_kills: int, tmp_path: Path, monkeypatch: pytes
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
         one, other = (path / f"checkpoint-{last}" / name for path in (whole_folder, folder))
         assert one.read_bytes() == other.read_bytes(), name
-    # The kills fell where they were to fall: at ever later steps, also into the writing and the deleting.
+    # The kills hit what they were meant to hit: later and later steps, writes and deletions.
     assert resumed_at == sorted(resumed_at) and resumed_at[-1] > resumed_at[0]
     assert {"partial", "gone"} <= set(caught), caught

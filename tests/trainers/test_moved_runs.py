@@ -1,4 +1,4 @@
-"""Runs that are copied, moved, overwritten or written to twice: each keeps to its own folder and checkpoints."""
+"""Runs that are copied, moved, overwritten or started twice keep to their own folder and checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_copied_run_leaves_the_original_alone(tmp_path: Path) -> None:
     before = contents(original)
     trainer = resume(copied, save_total_limit=1, **BEST)
     assert contents(original) == before
-    # Step 2 is still the best, and the copy has its own of it.
+    # Step 2 is still the best, and the copy has its own checkpoint of it.
     assert names(copied) == {"checkpoint-2"}
     assert Path(trainer.state.best_model_checkpoint) == copied / "checkpoint-2"
 
@@ -74,8 +74,8 @@ def test_a_moved_run_remembers_its_best_checkpoint(tmp_path: Path) -> None:
     assert not original.exists()
 
 
-def test_a_copy_without_the_best_checkpoint_ends_with_one_of_its_own(tmp_path: Path) -> None:
-    """It was left behind, and may have been deleted there."""
+def test_a_copy_without_the_best_checkpoint_chooses_another(tmp_path: Path) -> None:
+    """The best checkpoint was not copied."""
     for is_deleted in (False, True):
         original, copied = tmp_path / f"original-{is_deleted}", tmp_path / f"copied-{is_deleted}"
         trainer_in(original, save_total_limit=2, **BEST).train()
@@ -90,7 +90,7 @@ def test_a_copy_without_the_best_checkpoint_ends_with_one_of_its_own(tmp_path: P
         assert contents(original) == before
         said = [str(warning.message) for warning in caught if "the best checkpoint so far" in str(warning.message)]
         if is_deleted:
-            # Step 5 is the best of those that this run has seen.
+            # Step 5 is the best since the resume.
             assert names(copied) == {"checkpoint-5"} and trainer.state.best_metric == 2.0
             assert len(said) == 1 and "checkpoint-2" in said[0]
         else:
@@ -113,7 +113,7 @@ def test_a_state_that_names_another_folder_deletes_nothing_there(tmp_path: Path)
     assert names(run)
 
 
-def test_a_copied_run_of_oomb_train_goes_on_in_its_own_folder(places: Path) -> None:
+def test_a_copied_run_of_oomb_train_continues_in_its_own_folder(places: Path) -> None:
     assert invoke("train", *TOY, "--save_steps", "2").exit_code == 0
     shutil.copytree("out", "copy")
     before = contents(Path("out"))
@@ -122,14 +122,14 @@ def test_a_copied_run_of_oomb_train_goes_on_in_its_own_folder(places: Path) -> N
     assert contents(Path("out")) == before
     assert "checkpoint-6" in names(Path("copy"))
     assert "was moved or copied to" in done.output
-    # A file of settings that is kept elsewhere names the folder that it means.
+    # A settings file in another place means the folder that it names.
     shutil.copy("out/config.yaml", "config.yaml")
     done = invoke("train", "config.yaml", "--resume_from_checkpoint", "--max_steps", "8")
     assert done.exit_code == 0 and "checkpoint-8" in names(Path("out")), done.output
 
 
 class Crash(TrainerCallback):
-    """Ends the process, as far as anything after it can tell."""
+    """Stands in for a kill."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -140,8 +140,8 @@ class Crash(TrainerCallback):
 
 
 @pytest.mark.parametrize("flags", [[], ["--save_total_limit", "2"]])
-def test_an_overwritten_run_is_not_gone_on_with(places: Path, flags: list[str], monkeypatch: Any) -> None:
-    """Overwritten, killed, resumed: from the checkpoint of the new run, though the old one came further."""
+def test_an_overwritten_run_is_not_resumed(places: Path, flags: list[str], monkeypatch: Any) -> None:
+    """After an overwrite and a kill, a resume takes the new run's checkpoint, although the old run got further."""
     from oomb.cli.train import run
 
     assert invoke("train", *TOY, "--save_steps", "1", "--max_steps", "6").exit_code == 0
@@ -164,11 +164,11 @@ def test_an_overwritten_run_is_not_gone_on_with(places: Path, flags: list[str], 
     assert done.exit_code == 0, done.output
     invoke("train", *TOY, "--seed", "7", "--max_steps", "6", "--output_dir", "whole")
     assert Path("out/model/model.safetensors").read_bytes() == Path("whole/model/model.safetensors").read_bytes()
-    # Nothing that was asked to be kept is lost.
+    # The checkpoints to keep are still there.
     assert [checkpoints.step_of(path) for path in checkpoints.find(Path("out/_replaced-1"))] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_trainer_that_starts_again_does_not_resume_the_run_before(tmp_path: Path) -> None:
+def test_a_trainer_that_starts_over_does_not_resume_the_earlier_run(tmp_path: Path) -> None:
     trainer_in(tmp_path, 4).train()
     second = trainer_in(tmp_path, 4, callbacks=[Crash(2)], seed=8, save_total_limit=2)
     with pytest.raises(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def test_a_trainer_that_starts_again_does_not_resume_the_run_before(tmp_path: Pa
     assert logged(resumed, "loss") == logged(whole, "loss")
 
 
-def test_going_back_to_an_earlier_checkpoint_gives_up_the_later_ones(tmp_path: Path) -> None:
+def test_going_back_to_an_earlier_checkpoint_sets_later_ones_aside(tmp_path: Path) -> None:
     trainer_in(tmp_path, 4).train()
     back = trainer_in(tmp_path, 4, callbacks=[Crash(2)], learning_rate=1e-4)
     with pytest.raises(KeyboardInterrupt):
@@ -225,8 +225,8 @@ def test_the_best_checkpoint_stays_when_a_run_goes_back_and_forth(tmp_path: Path
     assert forth.state.best_metric == 1.0
 
 
-def test_the_best_checkpoint_of_another_run_is_not_ones_own(tmp_path: Path) -> None:
-    """A checkpoint was copied beside those of another run, one of which has the name of its best."""
+def test_the_best_checkpoint_of_another_run_is_not_used(tmp_path: Path) -> None:
+    """A checkpoint was copied into another run that has a checkpoint with the name of its best."""
     own, other = tmp_path / "own", tmp_path / "other"
     trainer_in(own, 4, **BEST).train()
     trainer_in(other, 3, **BEST, learning_rate=1e-4).train()
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_is_a_link_is_resumed_and_kept(tmp_path: Path) -> None
     assert names(store) == {"checkpoint-2", "checkpoint-3"}
 
 
-def test_settings_that_were_edited_mean_what_they_say(places: Path) -> None:
+def test_edited_settings_are_honored(places: Path) -> None:
     assert invoke("train", *TOY).exit_code == 0
     config = Path("out/config.yaml")
     config.write_text(config.read_text().replace(str(places / "work" / "out"), str(places / "work" / "other")))
@@ -261,8 +261,8 @@ def test_settings_that_were_edited_mean_what_they_say(places: Path) -> None:
 
 
 @pytest.mark.timing
-def test_a_lock_that_a_killed_run_has_left_to_its_workers_is_waited_for(tmp_path: Path) -> None:
-    """A fork holds it on, as data loader workers do until they look for their parent."""
+def test_a_lock_held_by_workers_of_a_killed_run_is_waited_for(tmp_path: Path) -> None:
+    """A forked process keeps the lock, as data loader workers do until they notice that their parent is gone."""
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
@@ -307,7 +307,7 @@ def test_two_trainers_on_one_folder_are_refused(tmp_path: Path) -> None:
         while not inside.wait(0.1):
             assert thread.is_alive()
         refused = None
-        # In a thread as well: where it is not refused, it would wait for the first one's lock on the model.
+        # If this does not raise, it would wait for the lock of the first trainer on its model.
         try:
             second.train()
         except ValueError as error:
@@ -318,5 +318,5 @@ def test_two_trainers_on_one_folder_are_refused(tmp_path: Path) -> None:
     assert refused is not None, "two trainers wrote to one folder"
     assert "another run" in refused and str(tmp_path) in refused
     assert second.state.global_step == 0
-    # The folder is free again.
+    # The folder is unlocked again.
     trainer_in(tmp_path, max_steps=1).train()

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed: bitwise the run that was never stopped."""
+"""A run that is stopped and resumed is bitwise equal to one that was never stopped."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def bfloat16_model(seed: int) -> Any:
     return tiny_model(seed=seed, num_hidden_layers=1, dtype=torch.bfloat16)
 
 
-# What to train, what `oomb.Trainer` gets besides, and settings. Ten sequences in batches of two: an epoch has five.
-# A batch without padding is three chunks, so a step tells six times of its progress.
+# Model, further arguments of `oomb.Trainer`, and training arguments. Ten sequences in batches of two: an epoch has five
+# steps. A batch without padding has three chunks, so `progress` is called six times per step.
 RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dropout": (dropout_model, {}, {}),
     "padded": (dropout_model, {}, {}),
@@ -76,10 +76,10 @@ def assert_same_run(one: oomb.Trainer, other: oomb.Trainer) -> None:
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, name: str) -> None:
     whole = trainer_of(name, tmp_path / "whole")
     whole.train()
-    # In the first epoch, at its end, in the second; with "accumulation" an epoch has three steps.
+    # Within the first epoch, at its end, and in the second; with "accumulation" an epoch has three steps.
     for step in {"dropout": (2, 5, 6), "accumulation": (1, 3, 5)}.get(name, (2, 6)):
         resumed = trainer_of(name, tmp_path / f"from-{step}", seed=9, save_strategy="no")
-        # A script need not seed alike before it resumes.
+        # A script need not use the same seed before it resumes.
         torch.manual_seed(1000 + step)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert resumed.state.global_step == NUM_STEPS
@@ -87,7 +87,7 @@ def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, nam
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    """What the tests above compare does depend on the random numbers."""
+    """What the tests above compare depends on the random numbers."""
     one, other = trainer_of("dropout", tmp_path / "a"), trainer_of("dropout", tmp_path / "b", seed=1)
     one.train()
     other.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-5"))
@@ -109,8 +109,8 @@ class Stop(Exception):
     ("name", "event"),
     [("accumulation", 34), ("evaluated", 14), ("evaluated", 58), ("logged seldom", 23), ("8bit", 13)],
 )
-def test_a_run_stopped_within_a_step_is_saved_as_of_the_step_before(tmp_path: Path, name: str, event: int) -> None:
-    """The signal to stop does not wait for a step of minutes to end."""
+def test_a_run_stopped_within_a_step_saves_the_step_before(tmp_path: Path, name: str, event: int) -> None:
+    """A stop does not wait for the end of a step that may take minutes."""
     whole = trainer_of(name, tmp_path / "whole", save_strategy="no")
     whole.train()
     stopped = trainer_of(name, tmp_path / "run", save_strategy="no")
@@ -123,7 +123,7 @@ def test_a_run_stopped_within_a_step_is_saved_as_of_the_step_before(tmp_path: Pa
     resumed = trainer_of(name, tmp_path / "run", seed=9, save_strategy="no")
     resumed.train(resume_from_checkpoint=True)
     if event == 14:
-        # The evaluation that was cut short is not made up for. Training is as if it had been.
+        # The interrupted evaluation is not repeated, and training is not affected.
         assert len(logged(resumed, "eval_loss")) == len(logged(whole, "eval_loss")) - 1
         whole.state.log_history = [record for record in whole.state.log_history if record.get("step") != step]
         resumed.state.log_history = [record for record in resumed.state.log_history if record.get("step") != step]
@@ -146,7 +146,7 @@ def test_a_run_stopped_in_its_first_step_has_nothing_to_save(tmp_path: Path) -> 
 
 
 def stop_at(trainer: oomb.Trainer, event: int, **options: Any) -> None:
-    """Trains until the engine has told of its progress `event` times."""
+    """Train until the engine has reported progress `event` times."""
     seen = 0
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -160,7 +160,7 @@ def stop_at(trainer: oomb.Trainer, event: int, **options: Any) -> None:
         trainer.train(**options)
 
 
-def test_saving_while_training_goes_on_changes_nothing(tmp_path: Path) -> None:
+def test_saving_during_training_changes_nothing(tmp_path: Path) -> None:
     whole = trainer_of("accumulation", tmp_path / "whole", save_strategy="no", include_num_input_tokens_seen="all")
     whole.train()
     saving = trainer_of("accumulation", tmp_path / "run", save_strategy="no", include_num_input_tokens_seen="all")
@@ -172,7 +172,7 @@ def test_saving_while_training_goes_on_changes_nothing(tmp_path: Path) -> None:
     assert saving.state.total_flos == pytest.approx(whole.state.total_flos)
 
 
-def test_half_a_step_of_the_optimizer_is_not_saved(tmp_path: Path) -> None:
+def test_half_an_optimizer_step_is_not_saved(tmp_path: Path) -> None:
     class Interrupt(TrainerCallback):
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
@@ -186,7 +186,7 @@ def test_half_a_step_of_the_optimizer_is_not_saved(tmp_path: Path) -> None:
         trainer.save_checkpoint()
 
 
-def test_a_stop_asked_for_at_the_end_of_a_step_saves(tmp_path: Path) -> None:
+def test_a_stop_at_the_end_of_a_step_saves(tmp_path: Path) -> None:
     class StopAtThree(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
@@ -198,13 +198,13 @@ def test_a_stop_asked_for_at_the_end_of_a_step_saves(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.find(tmp_path)] == ["checkpoint-3"]
 
 
-def test_checkpoints_go_both_ways_between_the_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_interchangeable_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def standard(folder: Path) -> transformers.Trainer:
         options = {"max_steps": NUM_STEPS, "save_strategy": "steps", "save_steps": 1}
         samples = Samples(10, 37, padded=False)
         return transformers.Trainer(tiny_model(), arguments(folder, **options), train_dataset=samples)
 
-    # Without dropout, which falls otherwise in chunks.
+    # Without dropout, which draws other masks in chunks.
     monkeypatch.setitem(RUNS, "plain", (lambda seed: tiny_model(seed=seed), {}, {}))
     theirs, ours = standard(tmp_path / "theirs"), trainer_of("plain", tmp_path / "ours")
     theirs.train()
@@ -219,7 +219,7 @@ def test_checkpoints_go_both_ways_between_the_trainers(tmp_path: Path, monkeypat
     assert logged(back, "loss") == pytest.approx(logged(ours, "loss"), rel=2e-5)
 
 
-def test_weights_alone_are_resumed_with_a_warning(tmp_path: Path) -> None:
+def test_resuming_from_weights_only_warns(tmp_path: Path) -> None:
     trainer = trainer_of("dropout", tmp_path, save_only_model=True)
     trainer.train()
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
@@ -245,8 +245,8 @@ def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
         trainer_of("dropout", tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_a_run_that_is_interrupted_twice_goes_on(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a chunk, where nobody has asked for it to be held back."""
+def test_a_run_interrupted_twice_continues(tmp_path: Path) -> None:
+    """Ctrl-C within a chunk, without a signal handler."""
     whole = trainer_of("dropout", tmp_path / "whole", save_strategy="no")
     whole.train()
     out = tmp_path / "out"

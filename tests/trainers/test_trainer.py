@@ -77,7 +77,7 @@ def test_same_losses_and_weights_as_transformers(tmp_path: Path, options: dict[s
     assert ours.evaluate()["eval_loss"] == pytest.approx(standard.evaluate()["eval_loss"], rel=1e-4)
 
 
-def test_another_chunk_size_is_the_same_training_and_another_rate_is_not(tmp_path: Path) -> None:
+def test_chunk_size_does_not_change_training_and_the_learning_rate_does(tmp_path: Path) -> None:
     def train(chunk_size: int, rate: float) -> Any:
         trainer = oomb.Trainer(
             model=tiny_model(),
@@ -106,7 +106,7 @@ def test_mixed_precision_reaches_both_passes(tmp_path: Path) -> None:
     assert projection.weight.dtype == torch.float32
 
 
-def test_left_padding_is_refused(tmp_path: Path) -> None:
+def test_left_padding_raises(tmp_path: Path) -> None:
     samples = Samples(4, 20)
     for sample in samples.samples:
         for name, value in sample.items():
@@ -196,13 +196,13 @@ def test_checkpoints_resume_and_callbacks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path, name: str) -> None:
+def test_gradient_checkpointing_is_switched_off_with_a_warning(tmp_path: Path, name: str) -> None:
     if not hasattr(TrainingArguments, name):
         pytest.skip(f"this transformers has no {name}")
     asked = arguments(tmp_path, **{name: True, f"{name}_kwargs": {"use_reentrant": True}})
     with pytest.warns(UserWarning, match="checkpoint_layers=True") as warned:
         trainer = oomb.Trainer(tiny_model(), asked, train_dataset=Samples(8, 41))
-    # It points to the line above.
+    # The warning points at the line above.
     assert __file__ in [one.filename for one in warned if "checkpoint_layers" in str(one.message)]
     assert not getattr(trainer.args, name) and getattr(trainer.args, f"{name}_kwargs") is None
     trainer.train()
@@ -210,7 +210,7 @@ def test_gradient_checkpointing_is_taken_over_with_a_message(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.DataParallel], ids=["plain", "wrapped"])
-def test_checkpointing_of_the_model_is_taken_over_with_a_message(tmp_path: Path, wrap: Any) -> None:
+def test_checkpointing_of_the_model_is_switched_off_with_a_warning(tmp_path: Path, wrap: Any) -> None:
     model = tiny_model()
     set_checkpointing(model, on=True)
     assert is_checkpointing(model)
@@ -219,8 +219,8 @@ def test_checkpointing_of_the_model_is_taken_over_with_a_message(tmp_path: Path,
     assert not is_checkpointing(model)
 
 
-def test_a_trainer_that_is_asked_for_nothing_warns_of_nothing(tmp_path: Path) -> None:
-    """Names that a release of transformers has given up would be warned of in every run."""
+def test_a_plain_trainer_does_not_warn(tmp_path: Path) -> None:
+    """Deprecated names of transformers would cause a warning in every run."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), train_dataset=Samples(8, 41))
@@ -235,17 +235,17 @@ def test_a_trainer_that_is_asked_for_nothing_warns_of_nothing(tmp_path: Path) ->
         ({"torch_compile": True}, "fuse="),
     ],
 )
-def test_arguments_it_cannot_honour_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_arguments_it_cannot_honor_raise(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         oomb.Trainer(tiny_model(), arguments(tmp_path, **options))
 
 
-def test_a_loss_on_logits_is_refused(tmp_path: Path) -> None:
+def test_a_loss_on_logits_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"engine\.logprobs"):
         oomb.Trainer(tiny_model(), arguments(tmp_path), compute_loss_func=lambda *a, **k: None)
 
 
-def test_inputs_it_would_ignore_are_refused(tmp_path: Path) -> None:
+def test_inputs_it_would_ignore_raise(tmp_path: Path) -> None:
     samples = Samples(4, 20)
     for sample in samples.samples:
         sample["inputs_embeds"] = torch.zeros(20, 4)
@@ -255,7 +255,7 @@ def test_inputs_it_would_ignore_are_refused(tmp_path: Path) -> None:
 
 
 def test_documents_in_one_row_are_told_apart_by_their_positions(tmp_path: Path) -> None:
-    """As transformers' flattening collator makes a batch: the loss is that of the padded one."""
+    """Batches of transformers' flattening collator have the loss of padded batches."""
     generator = torch.Generator().manual_seed(0)
     documents = [{"input_ids": torch.randint(3, VOCAB, (n,), generator=generator).tolist()} for n in (30, 5, 9, 17)]
     trainer = oomb.Trainer(tiny_model(), arguments(tmp_path), data_collator=DataCollatorWithFlattening())
@@ -270,7 +270,7 @@ def test_documents_in_one_row_are_told_apart_by_their_positions(tmp_path: Path) 
 
 
 def test_documents_in_one_row_are_told_apart_by_numbers_in_the_mask(tmp_path: Path) -> None:
-    """As Axolotl's and LLaMA-Factory's collators make a batch, padding at its end."""
+    """Batches as Axolotl's and LLaMA-Factory's collators make them, with padding at the end."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(3, VOCAB, (n,), generator=generator) for n in (30, 5, 9)]
     numbers = [torch.full((len(document),), 1 + i) for i, document in enumerate(documents)]
@@ -301,7 +301,7 @@ def test_labels_are_made_once_for_each_batch(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("largest", [1, 2])
 def test_making_labels_does_not_wait_for_the_device(largest: int) -> None:
-    """Only whether the labels have to be changed depends on the numbers in the mask."""
+    """The numbers in the mask decide only whether the labels change."""
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, largest, largest, largest, 0]])
     with profile() as ran:
         labels = arguments_module.with_labels({"input_ids": ids, "attention_mask": mask})["labels"]
@@ -310,13 +310,13 @@ def test_making_labels_does_not_wait_for_the_device(largest: int) -> None:
     assert torch.equal(labels, expected)
 
 
-def test_an_unsupported_model_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
+def test_an_unsupported_model_raises_before_any_data_is_read(tmp_path: Path) -> None:
     config = AutoConfig.for_model("bloom", vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
     with pytest.raises(oomb.UnsupportedModelError):
         oomb.Trainer(AutoModelForCausalLM.from_config(config), arguments(tmp_path))
 
 
-def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
+def test_lora_trains_only_the_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted() -> Any:
@@ -355,7 +355,7 @@ def test_an_adapter_is_saved_and_loaded_as_peft_does(tmp_path: Path) -> None:
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    """Steps that do harm follow one that helps, so that the best is neither the first nor the last."""
+    """The loss falls and rises again, so the best step is neither the first nor the last."""
 
     class Rates(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
@@ -382,7 +382,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     for name, value in saved.state_dict().items():
         assert torch.equal(value, trainer.model.state_dict()[name]), name
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses))
-    # The weights are of one step and the optimizer of another, which is no checkpoint.
+    # Weights and optimizer states belong to different steps, so there is nothing to save.
     assert trainer.save_checkpoint() == tmp_path / "checkpoint-2"
 
 
@@ -444,14 +444,14 @@ def test_an_optimizer_with_its_states_in_host_memory(tmp_path: Path, name: str) 
         ("offloaded_adamw_8bit", {"optim_args": "state_dtype=bfloat16"}, {}, "state_dtype=bfloat16 in optim_args"),
     ],
 )
-def test_two_optimizers_are_refused(
+def test_two_optimizers_raise(
     tmp_path: Path, optimizer: str, settings: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         oomb.Trainer(tiny_model(), arguments(tmp_path, **settings), optimizer=optimizer, **options)
 
 
-def test_more_is_said_of_the_optimizer_by_optim_args(tmp_path: Path) -> None:
+def test_optim_args_configure_the_offloaded_optimizer(tmp_path: Path) -> None:
     made = []
     for optim_args in (None, "state_dtype=bfloat16, master_weights=true"):
         trainer = oomb.Trainer(
@@ -462,9 +462,7 @@ def test_more_is_said_of_the_optimizer_by_optim_args(tmp_path: Path) -> None:
     assert made == [("float32", False), ("bfloat16", True)]
 
 
-def test_room_on_the_gpu_is_left_for_states_that_will_be_there_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_is_left_only_for_states_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rooms: list[int] = []
     decide = allocator.place_or_raise
 

@@ -34,7 +34,7 @@ CHAT = (
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects() -> Iterator[None]:
-    """Every `train` collects garbage, which takes long beside all that the imports have made: that is left out."""
+    """Exclude what the imports created from garbage collection, which every `train` runs."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -56,7 +56,7 @@ def test_scripts_changed_in_one_line_train_the_same(name: str, tmp_path: Path, m
     line = f"\nfrom oomb import {name.upper()}Trainer\n"
     theirs = run_example(name, (line, line.replace("oomb", "trl")))["trainer"]
     ours = run_example(name)["trainer"]
-    # The default chunk holds a toy whole, so once more in several chunks.
+    # A toy example fits in one default chunk, so train once more in several.
     with_chunks = f"\nimport functools, oomb\n{name.upper()}Trainer = functools.partial(\n    "
     with_chunks += f"oomb.{name.upper()}Trainer, engine_config=oomb.Config(chunk_size=16)\n)\n"
     chunked = run_example(name, (line, with_chunks))["trainer"]
@@ -83,7 +83,7 @@ def test_scripts_changed_in_one_line_train_the_same(name: str, tmp_path: Path, m
 
 
 def both(kind: str, tmp_path: Path, folder: str, data: Any, make: Any = load, **options: Any) -> tuple[Any, Any]:
-    """The trained trainers, ours and TRL's. `make` makes the model; options are of the config, or of the trainer."""
+    """Return our trainer and TRL's, both trained. Options are for the config or, if callable, for the trainer."""
     trainers = []
     for home, extra in ((oomb, {"engine_config": CHUNKED}), (trl, {})):
         settings = {**SETTINGS, **{k: v for k, v in options.items() if not callable(v)}}
@@ -115,7 +115,7 @@ def both(kind: str, tmp_path: Path, folder: str, data: Any, make: Any = load, **
         pytest.param({"ref_model": load, "sync_ref_model": True, "ref_model_sync_steps": 1}, id="synchronised"),
     ],
 )
-def test_every_kind_of_dpo_is_trls(tmp_path: Path, folder: str, options: dict[str, Any]) -> None:
+def test_every_kind_of_dpo_matches_trl(tmp_path: Path, folder: str, options: dict[str, Any]) -> None:
     make = options.pop("make", load)
     ours, theirs = both("DPO", tmp_path, folder, pairs(), make=make, **options)
     losses = [record["loss"] for record in logged(theirs) if "loss" in record]
@@ -159,7 +159,7 @@ def chat_tokenizer(folder: str) -> Any:
         pytest.param(texts, {"peft_config": lambda _: peft.LoraConfig(**SOME_MODULES)}, id="some modules"),
     ],
 )
-def test_every_kind_of_sft_is_trls(tmp_path: Path, folder: str, data: Any, options: dict[str, Any]) -> None:
+def test_every_kind_of_sft_matches_trl(tmp_path: Path, folder: str, data: Any, options: dict[str, Any]) -> None:
     if data is chats:
         folder = str(tmp_path / "chat")
         toy.model_folder(folder)
@@ -173,7 +173,7 @@ def test_every_kind_of_sft_is_trls(tmp_path: Path, folder: str, data: Any, optio
 
 
 def test_rows_without_padding_train_as_padded_ones(tmp_path: Path, folder: str) -> None:
-    """TRL's own padding-free batches need a flash kernel; these are compared with padded ones."""
+    """TRL's own padding-free batches need a flash attention kernel, so compare with padded batches."""
     logs = []
     for padding_free in (False, True):
         args = trl.SFTConfig(output_dir=str(tmp_path / str(padding_free)), **{**SETTINGS, "padding_free": padding_free})
@@ -185,7 +185,7 @@ def test_rows_without_padding_train_as_padded_ones(tmp_path: Path, folder: str) 
     assert_same_logs(*logs)
 
 
-def test_packed_documents_do_not_see_one_another(tmp_path: Path, folder: str) -> None:
+def test_packed_documents_do_not_attend_to_each_other(tmp_path: Path, folder: str) -> None:
     args = trl.SFTConfig(output_dir=str(tmp_path), **{**SETTINGS, "packing": True, "max_length": 256})
     trainer = oomb.SFTTrainer(folder, args, None, texts(), texts(), engine_config=CHUNKED)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -260,7 +260,7 @@ def test_metrics_get_logprobs(tmp_path: Path, folder: str, kind: str, data: Any)
         assert -seen["predictions"][:, 1:][counted].mean() == pytest.approx(result["eval_loss"], rel=1e-5)
 
 
-def test_the_reference_is_asked_first_and_gives_its_memory_back(
+def test_the_reference_runs_first_and_releases_its_memory(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -285,7 +285,7 @@ def test_without_arguments_and_with_plain_ones(tmp_path: Path, folder: str, monk
     monkeypatch.chdir(tmp_path)
     assert trl.SFTConfig("x", bf16=False).gradient_checkpointing
     for name in ("SFTConfig", "DPOConfig"):
-        # TRL's default asks for bfloat16, which it refuses on a CPU.
+        # TRL's default is bfloat16, which raises on a CPU.
         monkeypatch.setattr(trl, name, partial(getattr(trl, name), bf16=False, report_to="none"))
     for class_, data in ((oomb.SFTTrainer, texts), (oomb.DPOTrainer, pairs)):
         trainer = class_(folder, train_dataset=data())
@@ -325,7 +325,7 @@ def bloom() -> Any:
         ("DPO", {"peft_confg": len}, TypeError, "peft_confg"),
     ],
 )
-def test_what_it_cannot_do_is_refused_at_once(
+def test_unsupported_options_raise_at_once(
     tmp_path: Path, folder: str, kind: str, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     made = {key: value() for key, value in options.items() if value in (mixture, bloom)}
@@ -341,7 +341,7 @@ def test_what_it_cannot_do_is_refused_at_once(
         )
 
 
-def test_a_mixture_without_its_own_loss_is_trained(tmp_path: Path, folder: str) -> None:
+def test_a_mixture_of_experts_without_router_loss_trains(tmp_path: Path, folder: str) -> None:
     def make(_: str) -> Any:
         torch.manual_seed(0)
         return mixture()
@@ -355,7 +355,7 @@ def test_a_mixture_without_its_own_loss_is_trained(tmp_path: Path, folder: str) 
         oomb.SFTTrainer(saved, args, None, texts(), processing_class=AutoTokenizer.from_pretrained(folder))
 
 
-def test_batches_it_would_misread_are_refused(tmp_path: Path, folder: str) -> None:
+def test_batches_it_would_misread_raise(tmp_path: Path, folder: str) -> None:
     def collate(examples: list[Any]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([example["input_ids"][:10] for example in examples])
         return {"input_ids": ids, "labels": ids, "token_type_ids": torch.ones_like(ids)}
@@ -372,14 +372,14 @@ def test_batches_it_would_misread_are_refused(tmp_path: Path, folder: str) -> No
         forward(input_ids=ids, fused_lm_head=True)
 
 
-def test_offloading_of_activations_is_taken_over(tmp_path: Path, folder: str) -> None:
+def test_activation_offloading_is_switched_off_with_a_warning(tmp_path: Path, folder: str) -> None:
     args = trl.SFTConfig(output_dir=str(tmp_path), activation_offloading=True, **{**SETTINGS, "eval_strategy": "no"})
     with pytest.warns(UserWarning, match="activation_offloading"):
         trainer = oomb.SFTTrainer(folder, args, None, texts())
     assert not trainer.args.activation_offloading
 
 
-def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_statistics_match_the_full_distribution(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = oomb.Engine(load(folder), oomb.Config(chunk_size=8))
     stats = ("entropy", "mean_logits", "log_sum_sq_probs", "is_top1")
     ids = torch.randint(3, 40, (2, 45))
@@ -387,7 +387,7 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
     labels[0, :30] = labels[1, 5:26] = IGNORE_INDEX
     logits = engine.model.lm(ids).logits[:, :-1].detach()
     logp = logits.log_softmax(-1)
-    # A label that the model finds likeliest, so that not all are wrong.
+    # One label is the most likely token, so not all predictions are wrong.
     labels[:, 40] = logits[:, 39].argmax(-1)
     counts = labels[:, 1:] != IGNORE_INDEX
     answer = EngineForward(engine, torch.enable_grad, stats)(input_ids=ids, labels=labels, fused_lm_head=True)
@@ -411,7 +411,7 @@ def test_notes_are_those_of_the_whole_distribution(folder: str, monkeypatch: pyt
 
 
 def test_documents_are_told_apart_by_numbers_in_the_mask(folder: str) -> None:
-    """As Axolotl's and LLaMA-Factory's collators make a batch."""
+    """Batches as Axolotl's and LLaMA-Factory's collators make them."""
     engine = oomb.Engine(load(folder), CHUNKED)
     documents = [torch.randint(3, 40, (n,)) for n in (20, 9)]
     ids = torch.cat(documents)[None]
@@ -424,7 +424,7 @@ def test_documents_are_told_apart_by_numbers_in_the_mask(folder: str) -> None:
     assert torch.equal(answer.label_mask, expected != 0)
 
 
-def test_a_batch_without_labels_that_count_is_a_zero(folder: str) -> None:
+def test_a_batch_without_labels_has_zero_loss(folder: str) -> None:
     model = load(folder)
     forward = EngineForward(oomb.Engine(model, CHUNKED), torch.enable_grad, ("entropy", "is_top1"))
     ids = torch.randint(3, 40, (1, 40))

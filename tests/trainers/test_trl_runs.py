@@ -1,4 +1,4 @@
-"""Runs of TRL's trainers: with AdamW's states in host memory, which is asked for by a name, and resumed."""
+"""Runs of the TRL trainers: offloaded optimizers, resuming, cached references."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trl_data import CHUNKED, SETTINGS, adapted, assert_same_weights, pairs, tex
 
 @pytest.mark.parametrize("name", ["offloaded_adamw", "offloaded_adamw_8bit"])
 @pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
-def test_states_of_adamw_rest_in_host_memory_and_resume(
+def test_offloaded_states_stay_in_host_memory_and_resume(
     tmp_path: Path, folder: str, kind: str, data: Any, name: str
 ) -> None:
     rates = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "learning_rate": 1e-3}
@@ -59,9 +59,7 @@ def test_states_of_adamw_rest_in_host_memory_and_resume(
 
 
 @pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
-def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
-    tmp_path: Path, folder: str, kind: str, data: Any
-) -> None:
+def test_unknown_or_conflicting_optimizers_raise(tmp_path: Path, folder: str, kind: str, data: Any) -> None:
     handed = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     known = "use one of offloaded_adamw, offloaded_adamw_bf16, offloaded_adamw_8bit"
     for options, message in (
@@ -80,14 +78,14 @@ def test_optimizers_that_are_not_known_or_two_at_once_are_refused(
 
 
 class Processor(ProcessorMixin):
-    """What TRL takes for the sign of a vision-language model."""
+    """What TRL recognizes a vision-language model by."""
 
     def __init__(self, folder: str) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(("kind", "data"), [("SFT", texts), ("DPO", pairs)])
-def test_images_are_refused_before_the_first_step(tmp_path: Path, folder: str, kind: str, data: Any) -> None:
+def test_images_raise_before_the_first_step(tmp_path: Path, folder: str, kind: str, data: Any) -> None:
     with pytest.raises(ValueError, match=rf"the training data has images.*trl\.{kind}Trainer"):
         getattr(oomb, f"{kind}Trainer")(
             model=load(folder),
@@ -102,10 +100,10 @@ def test_images_are_refused_before_the_first_step(tmp_path: Path, folder: str, k
     [({"ld_alpha": 0.1}, CHUNKED), ({}, oomb.Config(chunk_size=16, page_size=8, page_budget=2))],
     ids=["ld_alpha", "sparse attention"],
 )
-def test_references_on_disk_are_those_of_these_settings(
+def test_cached_references_depend_on_the_settings(
     tmp_path: Path, folder: str, args: dict[str, Any], config: oomb.Config
 ) -> None:
-    """TRL keeps what it has computed beforehand beside the data, and reads it again."""
+    """TRL caches precomputed references on disk."""
     pairs().save_to_disk(str(tmp_path / "pairs"))
 
     def references(data: Any, args: dict[str, Any], config: oomb.Config) -> torch.Tensor:
@@ -125,14 +123,14 @@ def test_references_on_disk_are_those_of_these_settings(
     expected = references(pairs(), args, config)
     torch.testing.assert_close(references(on_disk(), args, config), expected)
     assert not torch.allclose(plain, expected)
-    # They are read again where nothing has changed.
+    # They are reused if nothing changed.
     num_files = len(list((tmp_path / "pairs").iterdir()))
     torch.testing.assert_close(references(on_disk(), {}, CHUNKED), plain)
     assert len(list((tmp_path / "pairs").iterdir())) == num_files
 
 
-def test_an_adapter_beside_its_copy_is_resumed(tmp_path: Path, folder: str) -> None:
-    """The copy is the reference of DPO, and lies in a folder within the checkpoint."""
+def test_an_adapter_and_its_reference_copy_resume(tmp_path: Path, folder: str) -> None:
+    """DPO's reference is a copy of the adapter in a subfolder of the checkpoint."""
 
     def trainer() -> Any:
         settings = {**SETTINGS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
