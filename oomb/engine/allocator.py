@@ -1,4 +1,4 @@
-"""What an engine keeps and where: memory as it is now, the plan for it, and the pages of each sequence."""
+"""Decide what an engine keeps and in which tier, given the memory that is free now, and allocate its pages."""
 
 from __future__ import annotations
 
@@ -26,55 +26,60 @@ from oomb.planner.request import Placement, PlacementRequest, layer_rows
 from oomb.utils.units import parse_bytes
 
 SLOW_ADAPTERS = (
-    "the adapters compute in float32 beside 16-bit weights, which is slower and takes more memory: call the engine "
-    'under torch.autocast("cuda", torch.bfloat16), or give a trainer bf16=True'
+    "the adapters compute in float32 although the weights are 16-bit, which is slower and takes more memory: call the "
+    'engine under torch.autocast("cuda", torch.bfloat16), or pass bf16=True to the trainer'
 )
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What moved between the tiers since the engine was made, or since `reset_stats`."""
+    """Traffic between GPU and host memory since the engine was created or `reset_stats` was called."""
 
     loaded_bytes: int
-    """Into the GPU."""
+    """Bytes copied to the GPU."""
     stored_bytes: int
-    """Out of it."""
+    """Bytes copied from the GPU to the host."""
     waited_seconds: float
-    """How long the computation stood still for that."""
+    """Seconds the computation stalled on copies."""
     gpu_peak_bytes: int
-    """Most bytes of pages in use at once on the model's device."""
+    """Peak bytes of pages on the model's device."""
     host_peak_bytes: int
-    """The same in host memory."""
+    """Peak bytes of pages in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationRequest:
-    """A batch that is to have pages."""
+    """A batch that needs pages."""
 
     batch_size: int
     length: int
     longest: int
-    """Of its documents: the longest one's length."""
+    """Tokens of its longest document."""
     needs_grad: bool
     fused: bool
     float32_sums: bool
     is_exclusive: bool = True
-    """No other is opened before this one is closed."""
+    """Whether no other batch holds pages at the same time."""
 
 
 class PageAllocator:
-    """The memory of an engine: its tiers, and who gets how much of them."""
+    """Memory of an engine: its tiers, and what each batch gets of them.
+
+    Args:
+        model: the model that the batches run through.
+        config: settings of the engine.
+    """
 
     def __init__(self, model: CausalLM, config: Config) -> None:
         self.model, self.config = model, config
         self._versions: list[int] | None = None
-        """Of the trainable parameters after the first gradient pass."""
+        """Versions of the trainable parameters after the first gradient pass."""
         self._tiers: Tiers | None = None
         self._shapes: dict[tuple[Any, ...], dict[int, LayerShape]] = {}
         self._placements: dict[tuple[Any, ...], Placement] = {}
         self._has_warned = False
         self.optimizer_on_host = False
-        """Whether the optimizer's states rest there: then no room is left for them on the GPU."""
+        """Whether the optimizer keeps its states in host memory. Otherwise the GPU leaves room for them."""
 
     @property
     def tiers(self) -> Tiers:
@@ -85,12 +90,12 @@ class PageAllocator:
         return self._tiers
 
     def after_backward(self) -> None:
-        """A gradient pass has come to its end."""
+        """Record the end of a gradient pass."""
         self._versions = self._versions or self._parameter_versions()
 
     @property
     def optimizer_has_stepped(self) -> bool:
-        """Whether an optimizer has changed the parameters: from then on its states are there."""
+        """Whether an optimizer has changed the parameters, so that its states exist."""
         return self._versions is not None and self._versions != self._parameter_versions()
 
     @property
@@ -111,30 +116,29 @@ class PageAllocator:
             host_peak_bytes=peak[HOST],
         )
 
-    def allocate(self, wanted: AllocationRequest) -> tuple[Placement, PageStore]:
-        """The pages for a batch, and what was decided about it. Must be called while the model is running. Raises
-        `OutOfPages`, with the numbers, if it cannot be done.
+    def allocate(self, request: AllocationRequest) -> tuple[Placement, PageStore]:
+        """Return the placement of a batch and its pages, or raise `OutOfPages` with the numbers.
 
-        A batch of the same kind as one before is placed as that was: memory stays as it is from step to step. Beside
-        others that hold pages, it is placed by what they have left.
+        Reuse the placement of an earlier batch of the same shape, so that memory use is stable across steps. If other
+        batches hold pages, plan with what remains. Call this while the model is active.
         """
         shapes = self.layer_shapes()
         key = (
-            wanted.batch_size,
-            wanted.length,
-            wanted.needs_grad,
-            wanted.is_exclusive,
+            request.batch_size,
+            request.length,
+            request.needs_grad,
+            request.is_exclusive,
             self._autocast,
             tuple(shapes.values()),
         )
-        layers = {layer: layer_rows(shape, wanted.batch_size, self.config) for layer, shape in shapes.items()}
+        layers = {layer: layer_rows(shape, request.batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
-            # Memory that was there then may be gone now; if so, what is there decides anew.
+            # Memory that was free then may be in use now. If so, plan again.
             with suppress(OutOfPages):
-                return self._placements[key], self._pages(self._placements[key], layers, wanted.needs_grad)
-        placement = self._place(shapes, replace(wanted, is_exclusive=wanted.is_exclusive and is_alone))
-        store = self._pages(placement, layers, wanted.needs_grad)
+                return self._placements[key], self._pages(self._placements[key], layers, request.needs_grad)
+        placement = self._place(shapes, replace(request, is_exclusive=request.is_exclusive and is_alone))
+        store = self._pages(placement, layers, request.needs_grad)
         if is_alone:
             self._placements[key] = placement
         return placement, store
@@ -155,7 +159,7 @@ class PageAllocator:
         )
 
     def _remaining_limits(self) -> Config:
-        """The settings, where limits are what other sequences have left of them."""
+        """Return the settings, with limits reduced by what other batches hold."""
         limits = {"gpu_memory": GPU, "host_memory": HOST}
         left: dict[str, Any] = {
             name: max(0, parse_bytes(limit) - self.tiers.held_bytes(tier))
@@ -172,7 +176,7 @@ class PageAllocator:
 
     @property
     def _autocast(self) -> torch.dtype | None:
-        """The precision of the caller's autocast, if one is on."""
+        """Dtype of the caller's autocast, or None."""
         return autocast_dtype(self.model.device.type)
 
     @property
@@ -181,53 +185,53 @@ class PageAllocator:
 
     @property
     def knows_layer_shapes(self) -> bool:
-        """Whether the model has run in this precision already."""
+        """Whether the layer shapes are known for this device and precision."""
         return self._precision in self._shapes
 
     def layer_shapes(self) -> dict[int, LayerShape]:
-        """Return the shape of every layer's attention. Looked at once for each precision that the model runs in. Must
-        be called while the model is running."""
+        """Return the shape of every layer's attention, probed once per device and precision. Call this while the model
+        is active."""
         if not self.knows_layer_shapes:
             self._shapes[self._precision] = record_shapes(self.model, on_meta=False)
         return self._shapes[self._precision]
 
-    def _place(self, shapes: dict[int, LayerShape], wanted: AllocationRequest) -> Placement:
-        """What of a batch is kept and where, by the memory there is now."""
+    def _place(self, shapes: dict[int, LayerShape], request: AllocationRequest) -> Placement:
+        """Return the placement of a batch, given the memory that is free now."""
         facts = model_shape(self.model.lm, tuple(shapes.values()), autocast=self._autocast is not None)
         if (
             facts.has_float32_adapters
-            and wanted.needs_grad
+            and request.needs_grad
             and self.model.device.type == "cuda"
             and not self._has_warned
         ):
             self._has_warned = True
             warnings.warn(SLOW_ADAPTERS, stacklevel=2)
-        if wanted.longest < wanted.length:
-            # Each document has positions of its own, and its length has been checked.
+        if request.longest < request.length:
+            # Positions restart with every document, and the length of each was checked.
             facts = replace(facts, num_positions=None)
         gpu, host = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
-        if gpu is None:  # on a CPU all is one memory
+        if gpu is None:  # a CPU has one memory
             host += self.tiers.idle_bytes(GPU)
         missing_grad_bytes = 0
-        if wanted.needs_grad:
-            existing = reusable_bytes(self.model.parameters(), wanted.float32_sums)
-            missing_grad_bytes = facts.missing_grad_bytes(wanted.float32_sums) - existing
+        if request.needs_grad:
+            existing = reusable_bytes(self.model.parameters(), request.float32_sums)
+            missing_grad_bytes = facts.missing_grad_bytes(request.float32_sums) - existing
         return place_or_raise(
             PlacementRequest(
                 shape=facts,
                 config=self._remaining_limits(),
-                batch_size=wanted.batch_size,
-                length=wanted.length,
-                needs_grad=wanted.needs_grad,
-                float32_sums=wanted.float32_sums,
-                fused=wanted.fused,
+                batch_size=request.batch_size,
+                length=request.length,
+                needs_grad=request.needs_grad,
+                float32_sums=request.float32_sums,
+                fused=request.fused,
                 free_gpu_bytes=None if gpu is None else gpu + self.tiers.idle_bytes(GPU),
                 free_host_bytes=host,
                 missing_grad_bytes=missing_grad_bytes,
                 # Before the first optimizer step nothing says which optimizer follows. Most users take AdamW, with
                 # states in the dtype of the parameters.
-                optimizer_bytes=2 * facts.grad_bytes if wanted.needs_grad and self._expects_optimizer_states else 0,
-                is_exclusive=wanted.is_exclusive,
+                optimizer_bytes=2 * facts.grad_bytes if request.needs_grad and self._expects_optimizer_states else 0,
+                is_exclusive=request.is_exclusive,
                 has_float8=self._has_float8,
             )
         )
