@@ -13,6 +13,7 @@ from typing import Any
 
 import common
 import long_tables
+from cards import cards
 from common import exists, load, markdown_table, steps
 from long_tables import tiers
 from sparse_tables import SPARSE, american, fidelity, sparse_details, sparse_rows, sparse_summary
@@ -245,6 +246,7 @@ def main(check: bool) -> bool:
     blocks = (
         ("README.md", "headline", headline),
         ("README.md", "bench", table),
+        ("README.md", "cards", cards),
         ("docs/numerics.md", "sums", sums),
         ("docs/sparse.md", "fidelity", fidelity),
         ("README.md", "sparse", sparse_summary),
