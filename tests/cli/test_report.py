@@ -37,7 +37,7 @@ from report_pages import (
 )
 
 from oomb.cli.report.comparison import conclusions, memory_meaning
-from oomb.cli.report.events import order, read_run
+from oomb.cli.report.events import read_run, run_from_lines
 from oomb.cli.report.page import page, write_report
 
 COMPARED = "Compared with standard training"
@@ -77,12 +77,12 @@ def test_steps_after_the_resumed_checkpoint_are_dropped() -> None:
     """The first start went further than the second has come so far."""
     events = [start(), *(step(n) for n in range(1, 10)), {"event": "held_out", "step": 9, "loss": 1.0}]
     events += [start(), {"event": "held_out", "step": 4, "loss": 2.0}, step(5)]
-    run = order(map(json.dumps, events), "run")
+    run = run_from_lines(map(json.dumps, events), "run")
     assert [event["step"] for event in run.steps] == [1, 2, 3, 4, 5]
     assert (run.resumed_at, run.held_out) == ([4], [(4, 2.0)])
     assert "not finished" in run.status
     events += [{"event": "end", "stopped": True}]
-    assert order(map(json.dumps, events), "run").status == "stopped early and saved"
+    assert run_from_lines(map(json.dumps, events), "run").status == "stopped early and saved"
 
 
 def test_the_start_after_a_torn_line_is_found() -> None:
@@ -90,7 +90,7 @@ def test_the_start_after_a_torn_line_is_found() -> None:
     lines = [json.dumps(event) for event in whole_run()]
     again = next(i for i, event in enumerate(whole_run()) if event["event"] == "start" and i > 0)
     torn = [*lines[:again], json.dumps(step(23))[:40] + lines[again], *lines[again + 1 :]]
-    run = order(torn, "run")
+    run = run_from_lines(torn, "run")
     assert run.unread == [again + 1]
     assert (run.resumed_at, len(run.starts), len(run.steps)) == ([20], 2, 30)
     assert run.settings["resume_from_checkpoint"] == "checkpoint-20"
@@ -98,18 +98,18 @@ def test_the_start_after_a_torn_line_is_found() -> None:
 
 def test_budgets() -> None:
     events = [start(), step(1)]
-    run = order(map(json.dumps, events), "run")
+    run = run_from_lines(map(json.dumps, events), "run")
     assert run.budget("gpu") == (20 * GIB, "gpu_memory")
     assert run.budget("host") == (200 * GIB, "the machine's memory")
     events[0]["budget"] = {"gpu_bytes": 5 * GIB, "host_bytes": 80 * GIB}
-    run = order(map(json.dumps, events), "run")
-    assert run.budget("gpu") == (5 * GIB, "page budget")
-    assert run.budget("host") == (80 * GIB, "page budget")
+    run = run_from_lines(map(json.dumps, events), "run")
+    assert run.budget("gpu") == (5 * GIB, "memory for pages")
+    assert run.budget("host") == (80 * GIB, "memory for pages")
     events[0]["machine"]["gpu"] = None
-    assert not order(map(json.dumps, events), "run").on_gpu
+    assert not run_from_lines(map(json.dumps, events), "run").on_gpu
     events[0]["machine"] = {}
     del events[0]["budget"]
-    assert order(map(json.dumps, events), "run").budget("host") is None
+    assert run_from_lines(map(json.dumps, events), "run").budget("host") is None
 
 
 def test_the_page_says_what_the_metrics_say(report: str) -> None:
@@ -172,7 +172,7 @@ def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
         "step_s": {"step time": 30},
         "memory": {"peak GPU memory": 30, "pages on the GPU": 30, "pages on the host": 30},
         "transfers": {"into the GPU": 30, "out of the GPU": 30},
-        "waited": {"waited": 30},
+        "waited": {"stall": 30},
         "positions": {"before training": 8, "after training": 8},
         "needles": {"before training": 3, "after training": 3},
         "compared-memory": {"standard training": 3, "oomb": 4},
@@ -183,7 +183,7 @@ def test_every_series_is_a_path_with_all_its_points(report: str) -> None:
     for chart, series in expected.items():
         assert {name: len(path) for name, path in tree.paths(chart).items()} == series
     # The height in the chart is a linear function of the value.
-    run = order(map(json.dumps, whole_run()), "run")
+    run = run_from_lines(map(json.dumps, whole_run()), "run")
     heights = np.array([y for _, y in tree.paths("loss")["training"]])
     losses = np.array([loss for _, loss in run.series("loss")])
     slope, offset = np.polyfit(losses, heights, 1)
@@ -272,7 +272,7 @@ SPOILED = st.tuples(SOUND, st.sampled_from(NAMES), ODD).map(lambda parts: spoile
 @example([start(), step(1), {**step(2), "step": 2**52}, {**step(2**52 + 1), "step_s": -1.0}])
 @example([spoiled(whole_run()[0], "gpu_memory", "0"), *whole_run()[1:]])
 def test_no_events_break_the_page(events: list[Any]) -> None:
-    text = page(order((json.dumps(event) for event in events), EVIL))
+    text = page(run_from_lines((json.dumps(event) for event in events), EVIL))
     tree = Tree(text.encode("utf-8", "replace").decode())
     assert not tree.all("script") and not tree.all("img")
     for path in tree.all("path"):
@@ -288,7 +288,7 @@ COMPARED_NAMES = sorted({*compared(), *compared()["settings"], *compared()["rows
 @example({"rows": [{"context": 2**60}, {"context": 8, "oomb": {"peak_bytes": -1, "seconds": 1e300}}, None, []]})
 @example(spoiled(compared(), "grad_difference", math.nan))
 def test_no_comparison_breaks_the_page(comparison: dict[str, Any]) -> None:
-    run = order(map(json.dumps, [start(), step(1)]), "run")
+    run = run_from_lines(map(json.dumps, [start(), step(1)]), "run")
     run.comparison = json.loads(json.dumps(comparison))
     tree = Tree(page(run).encode("utf-8", "replace").decode())
     assert not tree.all("script") and not tree.all("img")

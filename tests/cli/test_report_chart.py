@@ -11,7 +11,7 @@ import pytest
 from report_pages import Tree, start, step, write_run
 
 from oomb.cli.report.chart import Chart, Series, nice_ticks, plain, svg, thin
-from oomb.cli.report.events import order
+from oomb.cli.report.events import run_from_lines
 from oomb.cli.report.page import page, write_report
 
 
@@ -23,7 +23,7 @@ def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     assert kept[0] == values[0] and kept[-1] == values[-1]
     assert max(kept, key=lambda point: point[1])[0] == 31_234
     assert [x for x, _ in kept] == sorted({x for x, _ in kept})
-    run = order(map(json.dumps, (step(n) for n in range(1, 5001))), "long")
+    run = run_from_lines(map(json.dumps, (step(n) for n in range(1, 5001))), "long")
     # The time of this thread alone: other programs on the machine do not count.
     began = time.thread_time()
     text = page(run)

@@ -11,13 +11,13 @@ WIDTH, HEIGHT = 480, 290
 LEFT, RIGHT, TOP, BOTTOM = 58, 22, 34, 46
 """Margins around the plot, in units of the view box. A unit is about 0.7 pixels on a phone, hence text of 14 units."""
 
-MOST_POINTS = 1000
-"""Most points in a path. A longer series is drawn as the lowest and highest point of each interval."""
-MOST_HINTS = 200
-"""Most points that show their value when the pointer is over them."""
-MOST_DOTS = 24
-"""Most points that are also drawn as dots. Without its dot, a series of one point would be invisible."""
-LARGEST = 1e15
+MAX_POINTS = 1000
+"""Points in a path. A longer series is drawn as the lowest and highest point of each interval."""
+MAX_TOOLTIPS = 200
+"""Points that show their value when the pointer is over them."""
+MAX_DOTS = 24
+"""Points that are also drawn as dots. Without its dot, a series of one point would be invisible."""
+MAX_VALUE = 1e15
 """A larger value means that the run diverged; it is left out, as NaN is."""
 
 Format = Callable[[float], str]
@@ -45,10 +45,12 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
+    """One curve of a chart."""
+
     name: str
     points: Sequence[tuple[float, float]]
     color: int = 1
-    """1 to 4."""
+    """A color of the page, 1 to 4."""
     dots: bool = False
     """Draw dots without a line, for sparse values."""
     errors: Sequence[float | None] = ()
@@ -56,11 +58,13 @@ class Series:
 
     @property
     def shown(self) -> list[tuple[float, float]]:
-        return [point for point in self.points if _is_sound(point[1])]
+        return [point for point in self.points if _is_valid(point[1])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
+    """A chart of one or more series over a common x axis."""
+
     key: str
     title: str
     x_label: str
@@ -141,52 +145,52 @@ def svg(chart: Chart) -> str:
 
 def _draw(series: Series, chart: Chart, x: Callable[[float], float], y: Callable[[float], float]) -> str:
     """Return the path, broken at missing values, with error bars, dots and tooltips."""
-    pieces: list[list[tuple[float, float]]] = [[]]
+    segments: list[list[tuple[float, float]]] = [[]]
     for point in thin(series.points):
-        if _is_sound(point[1]):
-            pieces[-1].append(point)
-        elif pieces[-1]:
-            pieces.append([])
+        if _is_valid(point[1]):
+            segments[-1].append(point)
+        elif segments[-1]:
+            segments.append([])
     path = "".join(
-        "".join(f"{'L' if i else 'M'}{x(px):.1f} {y(py):.1f}" for i, (px, py) in enumerate(piece)) for piece in pieces
+        f"{'L' if i else 'M'}{x(px):.1f} {y(py):.1f}" for segment in segments for i, (px, py) in enumerate(segment)
     )
     name = escape(series.name)
     kind = "dots" if series.dots else "line"
     parts = [f'<g class="series c{series.color}"><path class="{kind}" data-name="{name}" d="{path}"/>']
     for (px, py), error in zip(series.points, series.errors):
-        if error is not None and _is_sound(py) and _is_sound(error):
+        if error is not None and _is_valid(py) and _is_valid(error):
             at, top, end = x(px), y(py + error), y(py - error)
             parts.append(f'<line class="error" x1="{at:.1f}" x2="{at:.1f}" y1="{top:.1f}" y2="{end:.1f}"/>')
     shown = series.shown
-    visible = series.dots or len(shown) <= MOST_DOTS
+    visible = series.dots or len(shown) <= MAX_DOTS
     # A single value between two gaps needs a dot too.
-    alone = {piece[0] for piece in pieces if len(piece) == 1}
-    for px, py in shown if len(shown) <= MOST_HINTS or visible else sorted(alone):
+    alone = {segment[0] for segment in segments if len(segment) == 1}
+    for px, py in shown if len(shown) <= MAX_TOOLTIPS or visible else sorted(alone):
         words = f"{series.name}, {chart.x_label} {chart.format_x(px)}: {chart.format_y(py)}"
         dot = 'class="dot" r="3.5"' if visible or (px, py) in alone else 'class="hint" r="7"'
         parts.append(f'<circle {dot} cx="{x(px):.1f}" cy="{y(py):.1f}"><title>{escape(words)}</title></circle>')
     return "".join(parts) + "</g>"
 
 
-def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Return about `most` points that look the same: the lowest and the highest of each interval."""
-    if len(points) <= most:
+def thin(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Return about `max_points` points that look the same: the lowest and the highest of each interval."""
+    if len(points) <= max_points:
         return list(points)
     kept: list[tuple[float, float]] = []
-    size = math.ceil(len(points) / (most // 2))
+    size = math.ceil(len(points) / (max_points // 2))
     for start in range(0, len(points), size):
-        stretch = [i for i in range(start, min(start + size, len(points))) if _is_sound(points[i][1])]
-        if not stretch:
+        interval = [i for i in range(start, min(start + size, len(points))) if _is_valid(points[i][1])]
+        if not interval:
             kept.append(points[start])
             continue
-        low, high = (pick(stretch, key=lambda i: points[i][1]) for pick in (min, max))
+        low, high = (pick(interval, key=lambda i: points[i][1]) for pick in (min, max))
         kept += [points[i] for i in sorted({low, high})]
     # Keep both ends of the curve.
     return [points[0], *kept[kept[0] == points[0] :], *([] if kept[-1] == points[-1] else [points[-1]])]
 
 
-def _is_sound(value: float) -> bool:
-    return math.isfinite(value) and abs(value) <= LARGEST
+def _is_valid(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= MAX_VALUE
 
 
 def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
@@ -220,7 +224,7 @@ def _y_axis(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
     values = [y for _, y in chart.points] + [value for value, _ in chart.drawn_limits]
     for series in chart.series:
         bars = [(y, error) for (_, y), error in zip(series.points, series.errors) if error is not None]
-        values += [y + sign * error for y, error in bars for sign in (-1, 1) if _is_sound(y) and _is_sound(error)]
+        values += [y + sign * error for y, error in bars for sign in (-1, 1) if _is_valid(y) and _is_valid(error)]
     low, high = min(values), max(values)
     if chart.from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -234,13 +238,13 @@ def _y_axis(chart: Chart) -> tuple[Callable[[float], float], list[float]]:
     return lambda y: HEIGHT - BOTTOM - scale * (y - low), ticks
 
 
-def nice_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Return about `most` multiples of 1, 2 or 5 times a power of ten that span [low, high].
+def nice_ticks(low: float, high: float, num_ticks: int, *, whole: bool = False) -> list[float]:
+    """Return about `num_ticks` multiples of 1, 2 or 5 times a power of ten that span [low, high].
 
     >>> nice_ticks(2.6, 5.6, 5)
     [2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    rough = (high - low) / most
+    rough = (high - low) / num_ticks
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(size * power for size in (1, 2, 5, 10) if size * power >= rough * (1 - 1e-9))
     if whole:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oomb.cli.report.chart import Chart, Series, percent, plain
+from oomb.cli.report.chart import Chart, Series, percent
 from oomb.cli.report.events import Run, dictionary, number
 from oomb.utils.units import GIB, short_tokens
 
 STEP = "step"
 WHEN = {"before": "before training", "after": "after training"}
-COLORS = {2: ("before", WHEN["before"]), 1: ("after", WHEN["after"])}
+COLORS = {"before": 2, "after": 1}
 
 
 def training_charts(run: Run) -> list[Chart]:
@@ -38,10 +38,10 @@ def training_charts(run: Run) -> list[Chart]:
             about="Training text at each step, and text the model never trains on.",
             marks=marks,
         ),
-        _one(run, "learning_rate", "Learning rate", "", marks=marks, color=1),
-        _one(run, "grad_norm", "Gradient norm", "before clipping", marks=marks, color=1),
-        _one(run, "tokens_per_s", "Throughput", "tokens per second", from_zero=True, marks=marks, color=1),
-        _one(run, "step_s", "Step time", "seconds", from_zero=True, marks=marks, color=1),
+        _one(run, "learning_rate", "Learning rate", "", marks=marks),
+        _one(run, "grad_norm", "Gradient norm", "before clipping", marks=marks),
+        _one(run, "tokens_per_s", "Throughput", "tokens per second", from_zero=True, marks=marks),
+        _one(run, "step_s", "Step time", "seconds", from_zero=True, marks=marks),
         _one(run, "mfu", "Model FLOPs utilization", "MFU", from_zero=True, format_y=percent, marks=marks),
         Chart(
             key="memory",
@@ -55,7 +55,7 @@ def training_charts(run: Run) -> list[Chart]:
             ],
             about="Pages hold what grows with the context: K, V, their gradients and saved attention outputs.",
             from_zero=True,
-            limits=[(size / GIB, whose) for size, whose in sorted(limits)],
+            limits=[(num_bytes / GIB, label) for num_bytes, label in sorted(limits)],
             marks=marks,
         ),
         Chart(
@@ -69,11 +69,11 @@ def training_charts(run: Run) -> list[Chart]:
         ),
         Chart(
             key="waited",
-            title="Time waiting for transfers",
+            title="Transfer stalls",
             x_label=STEP,
             y_label="seconds per step",
-            series=[Series(name="waited", points=_scaled(run, "waited_s", 1, zeros=False), color=4)],
-            about="How long the computation stalled until a copy had finished.",
+            series=[Series(name="stall", points=_scaled(run, "waited_s", 1, zeros=False), color=4)],
+            about="Time the computation waited for a copy.",
             from_zero=True,
             marks=marks,
         ),
@@ -84,13 +84,13 @@ def training_charts(run: Run) -> list[Chart]:
 def position_chart(run: Run) -> Chart | None:
     """Return loss by position before and after training, or None without data."""
     series = []
-    for color, (when, name) in COLORS.items():
+    for when, name in WHEN.items():
         buckets = position_buckets(run.evals.get(when, {}))
         # The middle of a bucket, on a scale of powers of two.
         points = [(math.sqrt(max(b["start"], b["end"] / 4, 1) * b["end"]), b["loss"]) for b in buckets]
         errors = [b["standard_error"] for b in buckets]
         if points:
-            series.append(Series(name=name, points=points, color=color, errors=errors))
+            series.append(Series(name=name, points=points, color=COLORS[when], errors=errors))
     return chart_by_length(
         "positions",
         "Loss by position",
@@ -103,7 +103,7 @@ def position_chart(run: Run) -> Chart | None:
 def needle_chart(run: Run) -> Chart | None:
     """Return needles found by text length before and after training, or None if there is only one length."""
     series, chances = [], set()
-    for color, (when, name) in COLORS.items():
+    for when, name in WHEN.items():
         found = dictionary(run.evals.get(when, {}).get("needle"))
         rows = found.get("lengths")
         points = []
@@ -112,15 +112,15 @@ def needle_chart(run: Run) -> Chart | None:
             if length is not None and length >= 1 and accuracy is not None:
                 points.append((length, min(max(accuracy, 0.0), 1.0)))
         if len(points) > 1:
-            series.append(Series(name=name, points=sorted(points), color=color))
+            series.append(Series(name=name, points=sorted(points), color=COLORS[when]))
             chance = number(found.get("chance"))
             chances |= {chance} if chance is not None else set()
     return chart_by_length(
         "needles",
         "Needles found",
-        ("tokens of text", "share of the questions"),
+        ("tokens of text", "share of questions"),
         series,
-        "How often the model picks the right code of a sentence hidden in the text from several candidates.",
+        "How often the model recognizes the code in a hidden sentence among several candidates.",
         format_y=percent,
         from_zero=True,
         limits=[(chance, "chance") for chance in sorted(chances)],
@@ -150,32 +150,33 @@ def position_buckets(event: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the valid buckets of an `eval` event."""
     found = event.get("perplexity")
     buckets = found.get("buckets") if isinstance(found, dict) else None
-    sound = []
+    valid = []
     for bucket in buckets if isinstance(buckets, list) else []:
         if isinstance(bucket, dict):
             values = {name: number(bucket.get(name)) for name in ("start", "end", "count", "loss", "perplexity")}
             start, end = values["start"], values["end"]
             if start is not None and end is not None and 0 <= start < end and values["loss"] is not None:
-                sound.append({**values, "standard_error": number(bucket.get("standard_error"))})
-    return sound
+                valid.append({**values, "standard_error": number(bucket.get("standard_error"))})
+    return valid
 
 
 def needle_cells(event: dict[str, Any]) -> dict[tuple[float, float], float]:
     """Return the accuracy by (length, depth) from an `eval` event."""
     found = event.get("needle")
     cells = found.get("cells") if isinstance(found, dict) else None
-    sound = {}
+    valid = {}
     for cell in cells if isinstance(cells, list) else []:
         if isinstance(cell, dict):
             length, depth, accuracy = (number(cell.get(name)) for name in ("length", "depth", "accuracy"))
             if length is not None and depth is not None and accuracy is not None:
-                sound[length, depth] = min(max(accuracy, 0.0), 1.0)
-    return sound
+                valid[length, depth] = min(max(accuracy, 0.0), 1.0)
+    return valid
 
 
-def _one(run: Run, name: str, title: str, y_label: str, *, color: int = 1, **options: Any) -> Chart:
-    series = [Series(name=title.lower(), points=run.series(name), color=color)]
-    return Chart(key=name, title=title, x_label=STEP, y_label=y_label, series=series, **{"format_y": plain, **options})
+def _one(run: Run, name: str, title: str, y_label: str, **options: Any) -> Chart:
+    """Return the chart of a single field."""
+    series = [Series(name=title.lower(), points=run.series(name))]
+    return Chart(key=name, title=title, x_label=STEP, y_label=y_label, series=series, **options)
 
 
 def _scaled(run: Run, name: str, unit: float, *, zeros: bool = True) -> list[tuple[float, float]]:

@@ -97,7 +97,7 @@ class Run:
         """Return the bytes that pages may take in tier "gpu" or "host" and where that number comes from, or None."""
         given = number(dictionary(self._last("budget")).get(f"{tier}_bytes"))
         if given is not None and given > 0:
-            return given, "page budget"
+            return given, "memory for pages"
         setting = self.engine.get(f"{tier}_memory")
         if isinstance(setting, (int, str)) and setting != "auto":
             try:
@@ -139,7 +139,7 @@ def read_run(folder: str | Path) -> Run:
             raise ValueError(f"no run in {folder}: the folder does not exist{hint}")
         problem = "is a file" if folder.is_file() else f"has no {METRICS}"
         raise ValueError(f"{folder} {problem}: pass the output_dir of oomb train")
-    run = order(metrics_lines(folder), folder.resolve().name)
+    run = run_from_lines(metrics_lines(folder), folder.resolve().name)
     run.comparison = _read_comparison(folder / COMPARISON)
     return run
 
@@ -181,7 +181,7 @@ def read_eval(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def order(lines: Iterable[str], name: str) -> Run:
+def run_from_lines(lines: Iterable[str], name: str) -> Run:
     """Build the run from the lines of its metrics."""
     run = Run(name)
     is_new = False

@@ -13,8 +13,8 @@ from oomb.cli.report.comparison import charts as comparison_charts
 from oomb.cli.report.events import Run, dictionary, number
 from oomb.utils.units import gib, short_tokens
 
-MOST_ROWS = 200
-"""Most rows in the table of steps; a longer run is sampled at equal distances."""
+MAX_ROWS = 200
+"""Rows in the table of steps; a longer run is sampled at equal distances."""
 
 STEP_COLUMNS = {
     "loss": ("loss", plain),
@@ -25,7 +25,7 @@ STEP_COLUMNS = {
     "peak_memory_bytes": ("peak memory", gib),
     "gpu_page_bytes": ("pages", gib),
     "host_page_bytes": ("host pages", gib),
-    "waited_s": ("waited, s", plain),
+    "waited_s": ("stall, s", plain),
 }
 
 
@@ -134,7 +134,7 @@ def _position_table(run: Run) -> str:
             cells.append(Html(f"<td>{high}<small>{loss}</small></td>"))
         rows.append((f"{short_tokens(start)} to {short_tokens(end)}", cells))
     head = ("positions", *(WHEN[when] for when in found))
-    return table(head, rows, caption="below it the loss in nats, with its standard error") if rows else ""
+    return table(head, rows, caption="perplexity, and below it the loss in nats ± its standard error") if rows else ""
 
 
 def _needles(when: str, event: dict[str, Any]) -> str:
@@ -148,7 +148,7 @@ def _needles(when: str, event: dict[str, Any]) -> str:
         )
         rows.append((f"{short_tokens(length)} tokens", list(heat)))
     figures = []
-    for name, words in (
+    for name, template in (
         ("accuracy", "found {:.0%}"),
         ("chance", "chance {:.0%}"),
         ("control_accuracy", "without needles {:.0%}"),
@@ -157,7 +157,7 @@ def _needles(when: str, event: dict[str, Any]) -> str:
         ("gain", "gain {:+.2f} nats per answer"),
     ):
         if (value := number(found.get(name))) is not None:
-            figures.append(words.format(value))
+            figures.append(template.format(value))
     head = ("depth", *(f"{depth:.0%}" for depth in depths))
     body = table(head, rows, caption=", ".join(figures))
     return f'<div class="card"><h3>Needles found {WHEN[when]}</h3>{body}</div>'
@@ -214,7 +214,7 @@ def steps(run: Run) -> str:
     if not run.steps:
         return ""
     columns = {key: STEP_COLUMNS[key] for key in STEP_COLUMNS if run.series(key)}
-    every = -(-len(run.steps) // MOST_ROWS)
+    every = -(-len(run.steps) // MAX_ROWS)
     chosen = [step for i, step in enumerate(run.steps) if i % every == 0 or i == len(run.steps) - 1]
     rows = []
     for step in chosen:

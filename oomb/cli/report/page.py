@@ -142,7 +142,7 @@ def _figures(run: Run) -> str:
         found.append(("time in steps", seconds(run.seconds), ""))
     peaks = [value for _, value in run.series("peak_memory_bytes") if number(value) is not None]
     if peaks:
-        found.append(("peak memory", gib(max(peaks)), "GPU" if run.on_gpu else "of the process (RSS)"))
+        found.append(("peak memory", gib(max(peaks)), "GPU" if run.on_gpu else "process (RSS)"))
     rows = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(hint)}</small>' if hint else ''}</dd></div>"
         for name, value, hint in found

@@ -12,7 +12,7 @@ from oomb.cli.report.page import load
 
 COLORS = {1: "#0b6bb8", 2: "#c8500a", 3: "#15803d", 4: "#8b3fb0"}
 MAIN = ("loss", "positions", "needles", "memory", "tokens_per_s")
-MOST_CHARTS = 4
+MAX_CHARTS = 4
 """The picture has the first four charts of MAIN that have data."""
 
 
@@ -31,7 +31,7 @@ def write_picture(
     run, path = load(run_dir, before=before, after=after), Path(path).expanduser()
     evaluated = (position_chart(run), needle_chart(run))
     found = {chart.key: chart for chart in (*training_charts(run), *evaluated) if chart is not None}
-    charts = [found[key] for key in MAIN if key in found][:MOST_CHARTS]
+    charts = [found[key] for key in MAIN if key in found][:MAX_CHARTS]
     if not charts:
         raise ValueError(f"{run_dir} has no finished step yet: nothing to draw")
     columns = min(2, len(charts))
