@@ -1,1 +1,1 @@
-"""What a training step needs in memory and time, and what to change if it does not fit."""
+"""Predict memory and time of a training step, and find what to change if it does not fit."""

@@ -1,4 +1,4 @@
-"""`oomb plan` as a person meets it: what it prints, what it writes, and how it refuses."""
+"""`oomb plan` on the command line: what it prints, what it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from oomb.planner.plan import shape_for
 from oomb.planner.step_time import _tokens_read
 
 
-def test_chosen_pages_are_weighed_for_a_gpu_without_a_name(tmp_path: Path) -> None:
-    """Its rates are not known, but a step of a day is one on any GPU."""
-    told = {}
+def test_a_page_budget_is_suggested_for_unknown_gpus_too(tmp_path: Path) -> None:
+    """Its speed is not known, but a step of a day takes long on any GPU."""
+    suggested = {}
     for context in ("64K", "8M"):
         figures = tmp_path / f"{context}.json"
         machine = ["--gpu", "24GiB", "--host", "999GiB"]
         result = invoke("plan", "--model", "smollm2-135m", "--context", context, *machine, "--output", figures)
-        told[context] = json.loads(figures.read_text())["faster"]
-    assert told["64K"] is None
-    assert told["8M"] is not None and "--page_budget 64" in told["8M"]["command"]
+        suggested[context] = json.loads(figures.read_text())["faster"]
+    assert suggested["64K"] is None
+    assert suggested["8M"] is not None and "--page_budget 64" in suggested["8M"]["command"]
     assert "--page_budget 64 it is more than 3 times as fast" in result.output
 
 
-def test_the_command_says_that_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A program that has a window open keeps it.
+def test_a_plan_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pyplot would take over the windows of a program that uses it.
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     picture, figures = tmp_path / "deep" / "plan.png", tmp_path / "new" / "plan.json"
     arguments = ["--model", "qwen2.5-7b", "--context", "256K", "--gpu", "H200", "--host", "64GiB"]
@@ -52,7 +52,7 @@ def test_the_command_says_that_it_fits(tmp_path: Path, monkeypatch: pytest.Monke
     assert data.startswith(b"\x89PNG") and 10_000 < len(data) < 500_000
 
 
-def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_and_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["--model", "qwen2.5-7b", "--context", "64K", "--host", "32GiB"]
     result = invoke("plan", *small, "--gpu", "24GiB")
     assert result.exit_code == 1
@@ -87,7 +87,7 @@ def test_the_command_says_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> N
         assert result.exit_code == 2 and "--gpu 24GiB" in result.stderr
 
 
-def test_the_command_names_the_machine_and_the_limits() -> None:
+def test_the_machine_and_the_limits_are_shown() -> None:
     arguments = ["--model", "demo", "--context", "16K", "--gpu", "NVIDIA H100 80GB HBM3"]
     output = invoke("plan", *arguments, "--host", "64GiB", "--gpu_memory", "200GiB", "--host_memory", "99GiB").output
     words = " ".join(output.split())
@@ -99,18 +99,18 @@ def test_the_command_names_the_machine_and_the_limits() -> None:
 
 
 @pytest.mark.timing
-def test_a_context_is_planned_as_quickly_as_a_hundredth_of_it(tmp_path: Path) -> None:
+def test_a_longer_context_takes_no_longer_to_plan(tmp_path: Path) -> None:
     picture = tmp_path / "long.svg"
 
     def seconds(context: str) -> float:
-        # Of this thread alone: other programs on the machine take no part of it.
+        # Only this thread's time, so that other programs do not count.
         started = time.thread_time()
         arguments = ["--model", "demo", "--gpu", "NVIDIA H100 80GB HBM3", "--host", "64GiB", "--plot", picture]
         assert invoke("plan", *arguments, "--context", context).exit_code == 1
         assert picture.read_text().startswith("<?xml")
         return time.thread_time() - started
 
-    # The first one imports matplotlib, which may have to make a list of the machine's fonts.
+    # The first call imports matplotlib, which may build its font cache.
     seconds("1000M")
     assert seconds("100000M") < 10 * seconds("1000M")
 
@@ -126,7 +126,7 @@ def test_learned_positions_are_a_limit(tmp_path: Path) -> None:
     assert invoke("plan", "--model", tmp_path, "--gpu", "24GiB", "--host", "8GiB", "--context", "1000").exit_code == 0
 
 
-def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=50).save_pretrained(tmp_path)
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 200), st.none() | st.integers(1, 60))
-def test_tokens_read_are_those_of_every_chunk(chunk: int, num_chunks: int, first: int, window: int | None) -> None:
+def test_tokens_read_match_a_sum_over_chunks(chunk: int, num_chunks: int, first: int, window: int | None) -> None:
     capacity = chunk * num_chunks
     first = min(first, capacity)
     starts = [start for start in range(chunk, capacity + 1, chunk) if start > first]
@@ -145,5 +145,5 @@ def test_tokens_read_are_those_of_every_chunk(chunk: int, num_chunks: int, first
 
 def test_presets_plan_without_weights() -> None:
     for name in presets.PRESETS:
-        facts = shape_for(name)
-        assert facts.layers and facts.weight_bytes > 0
+        shape = shape_for(name)
+        assert shape.layers and shape.weight_bytes > 0

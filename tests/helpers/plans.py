@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from oomb.config import Config
 from oomb.models.shape import LayerShape, ModelShape
@@ -57,13 +58,15 @@ def shape_of(name: str, lora: bool = False) -> ModelShape:
     return shape_for(name, lora=lora)
 
 
+DEFAULTS: dict[str, Any] = {
+    "batch_size": 1, "length": 4096, "needs_grad": True, "float32_sums": True, "fused": True, "free_gpu_bytes": GIB,
+    "free_host_bytes": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
+}  # fmt: skip
+
+
 def ask(shape: ModelShape = TINY, config: Config | None = None, **changes: Any) -> Placement:
-    options = {
-        "batch_size": 1, "length": 4096, "needs_grad": True, "float32_sums": True, "fused": True, "free_gpu_bytes": GIB,
-        "free_host_bytes": GIB, "missing_grad_bytes": 8 * MIB, "optimizer_bytes": 0,
-    }  # fmt: skip
     config = config or Config(chunk_size=256, page_size=64)
-    return place_or_raise(PlacementRequest(shape=shape, config=config, **{**options, **changes}))
+    return place_or_raise(PlacementRequest(shape=shape, config=config, **{**DEFAULTS, **changes}))
 
 
 def qwen_7b(lora: bool = False) -> ModelShape:
@@ -95,3 +98,37 @@ def report_of(
         positions=None,
         suggestions=suggestions,
     )
+
+
+requests = st.builds(
+    PlacementRequest,
+    shape=st.builds(
+        lambda adapters, dtype: with_dtype(replace(TINY, has_adapters=adapters), dtype),
+        st.booleans(),
+        st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    ),
+    config=st.builds(
+        Config,
+        chunk_size=st.sampled_from([64, 256, 1000]),
+        page_size=st.sampled_from([1, 16, 100]),
+        checkpoint_layers=st.sampled_from(["auto", True, False]),
+        keep_attention=st.sampled_from(["auto", True, False]),
+        gpu_memory=st.sampled_from(["auto", 0, 2 * MIB]),
+        host_memory=st.sampled_from(["auto", 0, 8 * MIB]),
+        kv_dtype=st.sampled_from(["auto", "float32"]),
+    ),
+    batch_size=st.integers(1, 3),
+    length=st.integers(1, 20_000),
+    needs_grad=st.booleans(),
+    float32_sums=st.just(True),
+    fused=st.booleans(),
+    free_gpu_bytes=st.one_of(st.none(), st.integers(0, 64 * MIB)),
+    free_host_bytes=st.integers(0, 64 * MIB),
+    missing_grad_bytes=st.just(8 * MIB),
+    optimizer_bytes=st.sampled_from([0, 4 * MIB]),
+)
+
+
+def bytes_of(placement: Placement | StepForecast, tier: str) -> int:
+    """Return the bytes of all terms of a tier."""
+    return sum(term.num_bytes for term in placement.terms if term.tier == tier)

@@ -1,4 +1,4 @@
-"""Plans against what was measured on an H200: peaks of memory, and times."""
+"""Forecasts against measurements on an H200: peaks of memory, and step times."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from oomb.utils.units import GIB, parse_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
-# What was measured on one H200 (PyTorch 2.11, bfloat16, three chunks): model, LoRA and whether its adapters are in
-# float32, chunk size, checkpointed, fused, bytes allocated before the step, and the peak of the gradient pass above
-# weights, gradients and pages; all in GiB.
+# Measured on one H200 (PyTorch 2.11, bfloat16, three chunks): model, dtype of LoRA adapters, chunk size, checkpointed,
+# fused, GiB allocated before the step, and GiB at the peak of the gradient pass on top of weights, gradients and pages.
 PEAKS = [
     ("qwen2.5-7b", None, 8192, True, True, 14.27, 4.92),
     ("qwen2.5-7b", None, 4096, True, True, 14.27, 3.26),
     ("qwen2.5-7b", None, 4096, True, False, 14.27, 2.79),
     ("qwen2.5-7b", None, 8192, False, True, 14.27, 35.76),
-    ("qwen2.5-7b", "narrow", 8192, True, True, 14.40, 5.92),
-    ("qwen2.5-7b", "narrow", 4096, True, True, 14.40, 3.00),
-    ("qwen2.5-7b", "narrow", 4096, False, True, 14.40, 19.17),
-    ("qwen2.5-7b", "wide", 8192, True, True, 14.46, 6.78),
-    ("qwen2.5-7b", "wide", 4096, True, True, 14.46, 3.39),
-    ("qwen2.5-7b", "wide", 4096, False, True, 14.46, 25.34),
+    ("qwen2.5-7b", "bfloat16", 8192, True, True, 14.40, 5.92),
+    ("qwen2.5-7b", "bfloat16", 4096, True, True, 14.40, 3.00),
+    ("qwen2.5-7b", "bfloat16", 4096, False, True, 14.40, 19.17),
+    ("qwen2.5-7b", "float32", 8192, True, True, 14.46, 6.78),
+    ("qwen2.5-7b", "float32", 4096, True, True, 14.46, 3.39),
+    ("qwen2.5-7b", "float32", 4096, False, True, 14.46, 25.34),
     ("llama-3.1-8b", None, 4096, True, True, 15.02, 3.63),
     ("qwen2.5-0.5b", None, 4096, False, True, 0.985, 4.90),
 ]
 
 
 @pytest.mark.parametrize("name, lora, chunk, checkpointed, fused, base, transient", PEAKS)
-def test_peaks_are_those_that_were_measured(
+def test_peaks_match_the_measurements(
     name: str, lora: str | None, chunk: int, checkpointed: bool, fused: bool, base: float, transient: float
 ) -> None:
-    facts = replace(shape_of(name, lora is not None), has_float32_adapters=lora == "wide")
+    facts = replace(shape_of(name, lora is not None), has_float32_adapters=lora == "float32")
     config = Config(
         chunk_size=chunk,
         checkpoint_layers=checkpointed,
@@ -55,12 +54,12 @@ def test_peaks_are_those_that_were_measured(
 
 
 MEMORY_ALONE = {"plan_check_growth.json"}
-"""Measured beside other work on the same GPU, which costs time and not memory."""
+"""Measured next to other work on the same GPU, which costs time but no memory."""
 
 
 @pytest.mark.parametrize("name", ["plan_check.json", "plan_check_24gib.json", *sorted(MEMORY_ALONE)])
-def test_memory_and_time_of_the_committed_results(name: str) -> None:
-    """Not what was predicted then, but what is predicted now."""
+def test_memory_and_time_match_the_committed_results(name: str) -> None:
+    """The files have old predictions; these are new ones."""
     report = json.loads((RESULTS / name).read_text())
     machine = replace(H200, gpu_bytes=parse_bytes(report["limit"])) if report["limit"] else H200
     for row in report["rows"]:
@@ -80,12 +79,12 @@ EIGHT_BITS = {
     ("curve_host.json",): "by {least:.0%} to {most:.0%} with all pages on the host",
     ("plan_check_24gib_1m.json",): "and by {most:.0%} on a GPU limited to 24 GiB",
 }
-"""Whole steps with pages in 8 bits, and how docs/plan.md says how far off their times are."""
+"""Whole steps with 8-bit pages, and what docs/plan.md says about the error of their times."""
 
 
 @pytest.mark.parametrize("names", EIGHT_BITS, ids=lambda names: names[0])
-def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
-    """In memory near, and in time as far off as the document says: a fifth at the most."""
+def test_steps_with_8_bit_pages_match_and_docs_state_the_error(names: tuple[str, ...]) -> None:
+    """Memory matches closely; time is off by a fifth at most, as the document says."""
     off, before = [], []
     for report in (json.loads((RESULTS / name).read_text()) for name in names):
         gpu_bytes = parse_bytes(report["limit"]) if report["limit"] else H200.gpu_bytes
@@ -110,7 +109,7 @@ def test_whole_steps_with_pages_in_8_bits(names: tuple[str, ...]) -> None:
     assert words in text
 
 
-def test_times_with_chosen_pages() -> None:
+def test_times_with_selected_pages_match_and_docs_state_the_error() -> None:
     report = json.loads((RESULTS / "sparse_qwen2.5-7b_times.json").read_text())
     off = {}
     for row in report["rows"]:
@@ -125,8 +124,8 @@ def test_times_with_chosen_pages() -> None:
     assert f"by {off[first]:.0%} at {first:,} tokens to {off[last]:.0%} at {last:,}" in text
 
 
-# Seconds on one H200 of Qwen2.5-7B at chunks of 8192: context, attention kept, checkpointed. Those with attention kept
-# are in benchmarks/results/exact_qwen2.5-7b_standard.json.
+# Qwen2.5-7B on one H200 with chunks of 8192: context, attention outputs kept, checkpointed, seconds. Rows with kept
+# outputs are from benchmarks/results/exact_qwen2.5-7b_standard.json.
 TIMES = [
     (32768, False, False, 4.92),
     (65536, False, False, 13.40),
@@ -140,24 +139,24 @@ TIMES = [
 
 
 @pytest.mark.parametrize("context, kept, checkpointed, seconds", TIMES)
-def test_times_are_those_that_were_measured(context: int, kept: bool, checkpointed: bool, seconds: float) -> None:
+def test_times_match_the_measurements(context: int, kept: bool, checkpointed: bool, seconds: float) -> None:
     config = Config(chunk_size=8192, keep_attention=kept, checkpoint_layers=checkpointed)
     plan = forecast_step(shape_of("qwen2.5-7b"), config, H200, length=context, optimizer="none")
     assert plan.seconds == pytest.approx(seconds, rel=0.06)
 
 
-# The same with LoRA, whose adapters compute in bfloat16: 32,768 tokens, by chunk size and checkpointed.
+# The same with LoRA, adapters computing in bfloat16, 32,768 tokens: chunk size, checkpointed, seconds.
 LORA_TIMES = [(4096, True, 5.43), (4096, False, 4.43), (8192, True, 5.26)]
 
 
 @pytest.mark.parametrize("chunk, checkpointed, seconds", LORA_TIMES)
-def test_times_with_lora(chunk: int, checkpointed: bool, seconds: float) -> None:
+def test_times_with_lora_match_the_measurements(chunk: int, checkpointed: bool, seconds: float) -> None:
     config = Config(chunk_size=chunk, keep_attention=False, checkpoint_layers=checkpointed)
     plan = forecast_step(shape_of("qwen2.5-7b", lora=True), config, H200, length=32768, optimizer="none")
     assert plan.seconds == pytest.approx(seconds, rel=0.03)
 
 
-def test_float32_sums_at_chunks_of_4096() -> None:
+def test_float32_sums_match_the_measurement() -> None:
     config = Config(chunk_size=4096, keep_attention=False, checkpoint_layers=False, param_grad_dtype="float32")
     plan = forecast_step(shape_of("qwen2.5-7b"), config, H200, length=3 * 4096, optimizer="none")
     assert plan.peak_gpu_bytes == pytest.approx(62.41 * GIB, rel=0.01)

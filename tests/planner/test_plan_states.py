@@ -1,4 +1,4 @@
-"""What a plan says of AdamW's states in host memory is what the optimizer takes."""
+"""Forecasts of AdamW's states in host memory match what the optimizer takes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ H200 = machine_named("H200", 100 * GIB)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", OFFLOADED_STATES)
-def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: bool, dtype: str) -> None:
-    """Counted without float32 copies, of which the plan says how much they are more."""
+def test_states_on_the_host_match_the_optimizer(name: str, lora: bool, dtype: str) -> None:
+    """float32 copies are not counted; the plan says how much more they take."""
     if lora:
         pytest.importorskip("peft")
     report = plan_step("demo", 4096, H200, dtype=dtype, lora=lora, optimizer=name)
@@ -34,7 +34,7 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
         OffloadedAdamW(model.parameters(), state_dtype=OFFLOADED_STATES[name], master_weights=master_weights)
         for master_weights in (False, True)
     )
-    # Each parameter's last run of 256 numbers has scales of its own.
+    # The last block of every parameter has its own scales, even if it is shorter than 256 numbers.
     assert states == pytest.approx(plain.host_bytes, rel=1e-3) and states <= plain.host_bytes
     assert report.master_weight_bytes == with_copies.host_bytes - plain.host_bytes
     with_copies.reserve()
@@ -44,6 +44,6 @@ def test_states_on_the_host_are_those_that_the_optimizer_takes(name: str, lora: 
     assert len(lines) == (dtype == "bfloat16" and not lora) == bool(report.master_weight_bytes)
 
 
-def test_no_copies_are_spoken_of_where_no_optimizer_keeps_them() -> None:
+def test_other_optimizers_keep_no_copies() -> None:
     report = plan_step("demo", 4096, H200, optimizer="adamw")
     assert report.master_weight_bytes and not any("copies" in line for line in notes(report))

@@ -1,4 +1,4 @@
-"""The plan for chosen pages: where they go, and that their tables and buffers are as large as planned."""
+"""Placement of selected pages, and that their tables and buffers are as large as planned."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from oomb.engine.passes import ChunkedForward
 from oomb.memory.pool import GPU
 from oomb.memory.rows import row_bytes
 from oomb.planner.forecast import forecast_step
-from oomb.planner.hardware import Machine
+from oomb.planner.hardware import Machine, machine_named
+from oomb.planner.placement import selection_spec
 from oomb.planner.plan import shape_for
 from oomb.utils.units import GIB
 
 SPARSE = {"chunk_size": 256, "page_size": 64, "page_budget": 3}
 
 
-def test_with_chosen_pages_k_and_v_go_to_the_gpu_first() -> None:
+def test_with_a_page_budget_k_and_v_go_to_the_gpu_first() -> None:
     kv = row_bytes(64, 64) + row_bytes(64, 32)
     whole = ask(config=Config(**SPARSE), length=100_000)
     tables = next(term.num_bytes for term in whole.terms if term.name == "page summaries and choices")
@@ -33,15 +34,15 @@ def test_with_chosen_pages_k_and_v_go_to_the_gpu_first() -> None:
     all_kv = whole.capacity * kv
     more = ask(config=Config(**SPARSE, gpu_memory=tables + all_kv + 50 * 64 * kv), length=100_000)
     assert (more.gpu_tokens, more.gpu_grad_tokens) == (more.capacity, 50 * 64)
-    # Where K and V need no buffers there is less of them.
+    # K and V that are all on the GPU need no buffers.
     assert more.fixed_bytes < some.fixed_bytes
 
 
 @pytest.mark.parametrize("gpu_memory", [0, 60_000, "1GiB"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_what_chosen_pages_take_is_what_is_planned(family: str, dtype: str, gpu_memory: int | str) -> None:
-    """Tables and buffers of a real store against the terms of its plan."""
+def test_tables_and_buffers_are_as_large_as_planned(family: str, dtype: str, gpu_memory: int | str) -> None:
+    """Compare those of a real store with the terms of its placement."""
     model = build(family, dtype=torch.float32)
     settings = {"chunk_size": 16, "page_size": 8, "page_budget": 2, "gpu_memory": gpu_memory, "fuse": "off"}
     settings |= {"kv_dtype": dtype, "grad_dtype": dtype}
@@ -69,7 +70,7 @@ MEASURED = {49_152: (6.47, 74.91), 65_536: (9.11, 79.76)}
 
 
 @pytest.mark.parametrize("context", MEASURED)
-def test_a_step_with_chosen_pages_is_as_planned(context: int) -> None:
+def test_a_sparse_step_matches_the_measurement(context: int) -> None:
     machine = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=100 * GIB, gpu_name="NVIDIA H200")
     plan = forecast_step(shape_for("qwen2.5-7b"), Config(page_budget=64), machine, length=context, optimizer="none")
     seconds, gib = MEASURED[context]
@@ -77,7 +78,7 @@ def test_a_step_with_chosen_pages_is_as_planned(context: int) -> None:
     assert plan.peak_gpu_bytes == pytest.approx(gib * GIB, rel=0.01)
 
 
-def test_time_per_token_hardly_grows() -> None:
+def test_time_per_token_hardly_grows_with_a_page_budget() -> None:
     machine = Machine(gpu_bytes=int(139.8 * GIB), host_bytes=300 * GIB, gpu_name="NVIDIA H200")
     facts = shape_for("qwen2.5-7b")
 
@@ -91,8 +92,8 @@ def test_time_per_token_hardly_grows() -> None:
     assert per_token(1 << 20, None) > 4 * per_token(1 << 17, None)
 
 
-def test_eight_bits_are_advised_where_nothing_else_helps() -> None:
-    """LoRA in chunks that cannot be smaller, with no room for pages on the GPU."""
+def test_8_bit_pages_are_suggested_if_nothing_cheaper_helps() -> None:
+    """LoRA, chunks that cannot be smaller, and no GPU memory left for pages."""
     lean = {"shape": replace(TINY, has_adapters=True), "length": 100_000, "float32_sums": False}
     settings = {**SPARSE, "checkpoint_layers": True, "keep_attention": False}
     needed = ask(**lean, config=Config(**settings, gpu_memory=0))
@@ -104,3 +105,13 @@ def test_eight_bits_are_advised_where_nothing_else_helps() -> None:
     assert 'kv_dtype="int8"' not in str(error.value)
     with pytest.raises(oomb.OutOfPages, match='grad_dtype="int8" and kv_dtype="int8" together'):
         ask(**lean, free_gpu_bytes=tight, free_host_bytes=int(pages / 0.9 * 0.65))
+
+
+@pytest.mark.parametrize("gpu, itemsize", [("H200", 1), ("A100-80GB", 2)])
+def test_page_means_are_float8_only_on_gpus_that_have_it(gpu: str, itemsize: int) -> None:
+    """As the engine stores them, which asks the GPU for its compute capability."""
+    forecast = forecast_step(
+        shape_for("qwen2.5-7b"), Config(page_budget=64), machine_named(gpu, 64 * GIB), length=65536
+    )
+    spec = selection_spec(forecast.config, forecast.request.shape.layers, forecast.request.has_float8)
+    assert spec is not None and spec.means_dtype.itemsize == itemsize

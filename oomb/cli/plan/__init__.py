@@ -1,1 +1,1 @@
-"""`oomb plan`."""
+"""Run `oomb plan`: the command, its table, its suggestions and its picture."""

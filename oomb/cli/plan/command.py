@@ -52,7 +52,8 @@ def plan(
     gpu: Gpu = None,
     host: Host = None,
     lora: Annotated[
-        bool, typer.Option("--lora", help="LoRA of rank 16 on all linear layers; needs peft.", rich_help_panel=MODEL)
+        bool,
+        typer.Option("--lora", help="Train rank-16 LoRA on all linear layers. Needs peft.", rich_help_panel=MODEL),
     ] = False,
     optimizer: OptimizerStates = "adamw",
     output: Annotated[
@@ -68,10 +69,10 @@ def plan(
 
     [bold]oomb plan --model qwen2.5-7b --context 1M --gpu H200 --host 512GiB[/]
 
-    --gpu and --host describe the machine; --gpu_memory and --host_memory are settings of training on it. If a context
-    does not fit as asked, it says with which settings it does and what a step then takes, or how far they reach.
+    --gpu and --host describe the machine; --gpu_memory and --host_memory are settings of training on it. If the context
+    does not fit, the smallest change that makes it fit is printed, or the longest context within reach.
 
-    Exit code: 0 if it fits as asked, 1 if it does not, with other settings or at all, 2 for bad input.
+    Exit code: 0 if it fits as asked, 1 if it does not, 2 for bad input.
     """
     with one_clear_message():
         settings = engine_settings(engine)
