@@ -1,1 +1,1 @@
-"""Attention of one chunk to everything before it: exact, in pieces that merge by log-sum-exp."""
+"""Attention of one chunk to its past and itself, forward and backward."""

@@ -15,7 +15,10 @@ GPU, HOST = "gpu", "host"
 
 
 class OutOfPages(MemoryError):
-    """Raised when the memory that a sequence needs is not available."""
+    """Raised when a batch does not fit in GPU and host memory, before any of it is computed.
+
+    The message has the numbers and the settings to change, and if a plan was made, the longest context that would fit.
+    """
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_fields_of_a_row_are_aligned_and_disjoint(fields: list[tuple[Any, torch.
     for view, (shape, dtype) in zip(views, fields, strict=True):
         assert view.shape == (*shape[:2], num_tokens, *shape[2:]) and view.dtype == dtype
         assert (view.data_ptr() - data.data_ptr()) % ALIGNMENT == 0
-        assert num_tokens == 1 or view.stride(2) * dtype.itemsize == row.num_bytes, "a token's bytes lie together"
+        assert num_tokens == 1 or view.stride(2) * dtype.itemsize == row.num_bytes, "a token is contiguous"
         written.append(torch.randn(view.shape).to(dtype))
         view.copy_(written[-1])
     assert all(torch.equal(view, x) for view, x in zip(row.views(data, num_tokens), written, strict=True))

@@ -150,7 +150,7 @@ def test_loads_run_ahead_as_far_as_there_are_buffers(which: list[int]) -> None:
             in_flight = sum(loads[name].ring is ring for name in [done, *ahead])
             assert in_flight <= size and len(ring.free) == size - in_flight
         blocked = len(copier.sources) < len(loads)
-        assert not blocked or not loads[len(copier.sources)].ring.free, "a buffer lies idle"
+        assert not blocked or not loads[len(copier.sources)].ring.free, "a buffer is idle"
         prefetcher.give(load.ring, slot, None)
     assert [len(ring.free) for ring in rings] == [3, 2]
 

@@ -213,7 +213,7 @@ def test_training_on_pages_in_eight_bits(family: str, budget: int | None, monkey
     # The last run had only 8-bit pages.
     for place in ({"gpu_memory": 0}, {"gpu_memory": 30_000}, {"checkpoint_layers": True, "keep_attention": False}):
         again = gradients(model, ids, page_budget=budget, kv_dtype="int8", grad_dtype="int8", **place)
-        assert torch.equal(found, again), "wherever pages lie"
+        assert torch.equal(found, again), "with any placement"
 
 
 @pytest.mark.parametrize("place", [{"gpu_memory": "1GiB"}, {"gpu_memory": 0}, {"gpu_memory": 60_000}], ids=str)
