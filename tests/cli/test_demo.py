@@ -24,6 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.timing
 def test_the_demo_trains_and_compares() -> None:
     result = invoke("demo", *TOY)
     assert result.exit_code == 0, result.output

@@ -14,6 +14,7 @@ from oomb.eval import comparison
 from oomb.eval.comparison import ContextResult, Measurement, StepComparison, compare_steps
 
 
+@pytest.mark.timing
 def test_both_modes_are_measured_in_their_own_processes(tmp_path: Path) -> None:
     progress: list[tuple[str, int, int, int]] = []
     results: list[tuple[str, int, Measurement]] = []
