@@ -113,15 +113,15 @@ class Config:
     )
     page_budget: int | None = setting(
         None,
-        "Past pages that each tile of 128 queries reads, besides its own chunk and the first page. Default: all of "
-        "them, which is exact. With a budget, the work per token stops growing with the context and gradients are "
+        "Past pages that each tile of 128 queries reads, in addition to its own chunk. Default: all of them, which is "
+        "exact. With a budget, the work per token stops growing with the context and gradients are "
         "approximate; chunk_size must then be a multiple of page_size.",
         minimum=1,
     )
     page_rule: Literal["mass", "paper"] = setting(
         "mass",
-        "How pages are ranked for page_budget. mass: by estimated attention mass. paper: as in arXiv 2602.02108, "
-        "without the first page, for comparison.",
+        "How pages are ranked for page_budget. mass: by estimated attention mass, always with the first "
+        "page. paper: as in arXiv 2602.02108, without it, for comparison.",
         choices=tuple(MEANS_OF_RULE),
     )
     kernels: Literal["auto", "cudnn", "flash", "torch"] = setting(

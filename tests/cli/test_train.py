@@ -92,6 +92,8 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(here: Path) -> 
         ("- seed", "run.yaml, line 1: settings are lines of the form"),
         ("seed: 1\nmax_steps: [1", "run.yaml, line 2: this is not YAML"),
         ("seed: !!python/object:os.system x", "run.yaml, line 1: seed cannot be read"),
+        # Found only once the model's config is read.
+        ("use_peft: true\nlora_target_modules: q_prj", "run.yaml, line 2: lora_target_modules has 'q_prj'"),
     ],
 )
 def test_errors_in_a_settings_file_name_line_and_key(here: Path, text: str, message: str) -> None:
