@@ -247,7 +247,7 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
         (["--chunk_size", "0"], "--chunk_size '0' is not a number of tokens"),
         (["--kernels", "magic"], "kernels is 'magic'"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
-        (["--device", "cuda:99"], "is not here: this machine shows"),
+        (["--device", "cuda:99"], "device 'cuda:99' does not exist"),
         (["--device", "abacus"], "device 'abacus' is unknown"),
         (["--resume_from_checkpoint", "nowhere"], "nowhere is not a checkpoint"),
         (["--tokenizer_name", "demo"], "has no tokenizer"),

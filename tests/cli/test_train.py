@@ -232,12 +232,10 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
     made: list[OffloadedAdamW] = []
     reserve = OffloadedAdamW.reserve
     monkeypatch.setattr(OffloadedAdamW, "reserve", lambda self: (made.append(self), reserve(self))[1])
-    rooms: list[int] = []
-    decide = allocator.place_or_raise
+    reserved: list[int] = []
+    place = allocator.place_or_raise
     monkeypatch.setattr(
-        allocator,
-        "place_or_raise",
-        lambda *args, **given: (rooms.append(given["optimizer_bytes"]), decide(*args, **given))[1],
+        allocator, "place_or_raise", lambda request: (reserved.append(request.optimizer_bytes), place(request))[1]
     )
     rates = ["--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-7"]
     found = []
@@ -257,7 +255,7 @@ def test_the_offloaded_optimizer_trains_the_same(here: Path, monkeypatch: pytest
         ("8bit", True),
     ]
     # The engine reserves no GPU memory for offloaded states.
-    assert [room > 0 for room in rooms] == [True, False, False]
+    assert [num_bytes > 0 for num_bytes in reserved] == [True, False, False]
     group = made[0].param_groups[0]
     assert group["betas"] == (0.8, 0.95) and group["eps"] == 1e-7 and group["weight_decay"] == 0.1
     assert "AdamW states in host memory" in result.output

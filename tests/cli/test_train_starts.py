@@ -164,7 +164,7 @@ def test_models_and_broken_checkpoints_are_protected(here: Path) -> None:
             with pytest.raises(ValueError, match=f"already holds {message}"):
                 output_dir_of(TrainSettings(output_dir=str(folder)))
         else:
-            with pytest.warns(UserWarning, match="no whole"), pytest.raises(ValueError, match=message):
+            with pytest.warns(UserWarning, match="not a complete checkpoint"), pytest.raises(ValueError, match=message):
                 output_dir_of(TrainSettings(output_dir=str(folder)))
 
 
