@@ -152,7 +152,7 @@ def test_pages_of_settings_are_generated() -> None:
     )
     assert check.returncode == 0, check.stderr
     text = (ROOT / "docs" / "train.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", text.split("settings:start")[1], re.MULTILINE)) == set(KNOWN)
+    assert set(re.findall(r"^\| `(\w+)` \|", text.split("generated:start")[1], re.MULTILINE)) == set(KNOWN)
     usage = invoke("train", "--help").output
     assert all(f"--{name}" in usage for name in KNOWN)
     assert set(SCHEDULES) <= {kind.value for kind in SchedulerType}
