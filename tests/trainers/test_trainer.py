@@ -463,12 +463,12 @@ def test_optim_args_configure_the_offloaded_optimizer(tmp_path: Path) -> None:
 
 
 def test_space_is_left_only_for_states_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms: list[int] = []
-    decide = allocator.place_or_raise
+    optimizer_bytes: list[int] = []
+    place = allocator.place_or_raise
 
-    def record(*args: Any, **options: Any) -> Any:
-        rooms.append(options["optimizer_bytes"])
-        return decide(*args, **options)
+    def record(request: Any) -> Any:
+        optimizer_bytes.append(request.optimizer_bytes)
+        return place(request)
 
     monkeypatch.setattr(allocator, "place_or_raise", record)
     model, found = tiny_model(), []
@@ -483,6 +483,6 @@ def test_space_is_left_only_for_states_on_the_gpu(tmp_path: Path, monkeypatch: p
             model, arguments(tmp_path, max_steps=1), train_dataset=Samples(8, 41), engine_config=CHUNKED, **options
         )
         trainer.train()
-        found.append(rooms[0] > 0)
-        rooms.clear()
+        found.append(optimizer_bytes[0] > 0)
+        optimizer_bytes.clear()
     assert found == [True, False, False, False, True]
