@@ -20,7 +20,7 @@ from oomb.utils.metrics import JsonLines
 class BeforeAfterEval:
     """Evaluation that is the same before and after training.
 
-    Its texts are chosen when it is made, before weights are loaded: too little text for the needles is an error then.
+    It selects its texts when created, so that too little text for the needles is an error before weights are loaded.
 
     Args:
         settings: Settings of the run.

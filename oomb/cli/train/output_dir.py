@@ -27,15 +27,15 @@ def output_dir_of(settings: TrainSettings) -> Path:
         ValueError: The folder cannot be written.
     """
     if settings.output_dir is not None:
-        chosen = Path(settings.output_dir).expanduser()
-        if chosen.exists() and not chosen.is_dir():
-            raise ValueError(f"--output_dir {chosen} is a file; name a folder")
-        parent = next(p for p in (chosen, *chosen.absolute().parents) if p.exists())
+        folder = Path(settings.output_dir).expanduser()
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--output_dir {folder} is a file; name a folder")
+        parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if not parent.is_dir():
-            raise ValueError(f"--output_dir {chosen} cannot be created: {parent} is a file; name another")
+            raise ValueError(f"--output_dir {folder} cannot be created: {parent} is a file; name another")
         if not os.access(parent, os.W_OK):
-            raise ValueError(f"--output_dir {chosen} cannot be written: you have no write permission for {parent}")
-        return chosen
+            raise ValueError(f"--output_dir {folder} cannot be written: you have no write permission for {parent}")
+        return folder
     if settings.resume_from_checkpoint is not None:
         return Path(settings.resume_from_checkpoint).parent
     source = Path(settings.model_name_or_path)
@@ -91,7 +91,7 @@ def _events(output_dir: Path) -> list[dict[str, Any] | None]:
 def _follows_a_step(event: dict[str, Any] | None) -> bool:
     if event is None:
         return True  # it may be a step
-    # With --logging_steps, only what follows a step may tell of it: a held-out loss, the end.
+    # With --logging_steps, only later events may show that there was a step: a held-out loss, the end.
     return event.get("event") == "step" or any(event.get(name, 0) != 0 for name in ("step", "steps"))
 
 
@@ -101,13 +101,13 @@ def checkpoint_of(settings: TrainSettings) -> str | None:
     Raises:
         ValueError: There is no checkpoint, and the settings ask for one.
     """
-    chosen = settings.resume_from_checkpoint
-    if chosen not in (LATEST, AUTO):
-        return chosen
+    checkpoint = settings.resume_from_checkpoint
+    if checkpoint not in (LATEST, AUTO):
+        return checkpoint
     if settings.output_dir is None:
         raise ValueError("--resume_from_checkpoint without a path needs --output_dir, to find its latest checkpoint")
     newest = checkpoints.latest(Path(settings.output_dir).expanduser())
-    if newest is None and chosen == AUTO:
+    if newest is None and checkpoint == AUTO:
         return None
     if newest is None:
         raise ValueError(
@@ -132,7 +132,7 @@ def first_step(settings: TrainSettings) -> int:
         raise ValueError(f"--resume_from_checkpoint {error}") from error
     is_adapter = (folder / "adapter_config.json").is_file()
     if is_adapter != settings.use_peft:
-        what = "adapters: add --use_peft" if is_adapter else "whole weights: leave out --use_peft"
+        what = "adapters: add --use_peft" if is_adapter else "full weights: leave out --use_peft"
         raise ValueError(f"--resume_from_checkpoint {folder} holds {what}")
     if not is_adapter:
         load.check_model_name(settings.resume_from_checkpoint)

@@ -72,9 +72,9 @@ def lines_of(view: PanelState, width: int, *, ascii_only: bool = False) -> list[
     if view.doing == "step":
         step_left = None if left is None else f"step {left}"
         run_left = None if view.run_left_s is None else f"run {seconds(view.run_left_s)} left"
-        whole = (view.step + min(view.done, 1.0)) / max(view.max_steps, 1)
+        share = (view.step + min(view.done, 1.0)) / max(view.max_steps, 1)
         shown = f"{min(view.step + 1, view.max_steps)}/{view.max_steps}"
-        lines += _with_bar("step", shown, whole, [f"{whole:.0%}", run_left], width, ascii_only)
+        lines += _with_bar("step", shown, share, [f"{share:.0%}", run_left], width, ascii_only)
     else:
         step_left = None
         lines += _with_bar(view.doing, "", view.done, [f"{view.done:.0%}", left], width, ascii_only)
