@@ -48,7 +48,7 @@ def cards() -> str:
             length=1 << 16,
             optimizer=way.optimizer,
         )
-        return f"{forecast.longest_context / 1000:,.0f}K" if forecast.longest_context else "does not fit"
+        return f"{round(forecast.longest_context, -3):,}" if forecast.longest_context else "does not fit"
 
     columns: dict[str, Any] = {"GPU": lambda machine: machine[0], "host memory": lambda machine: f"{machine[1]} GiB"}
     for way in WAYS:
@@ -56,7 +56,7 @@ def cards() -> str:
     return "\n".join(
         [
             "Longest context of one sequence for Qwen2.5-7B in bfloat16, in tokens, as predicted by `oomb plan` from "
-            "GPU memory and free host memory:",
+            "GPU memory and free host memory. By default oomb leaves a tenth of the free host memory alone:",
             "",
             *markdown_table(columns, MACHINES, left=("GPU",)),
         ]

@@ -83,7 +83,9 @@ def long_steps() -> list[str]:
         "See [what takes the memory](docs/memory.md#measured) and [the commands](benchmarks/results/README.md)."
     )
     if any(row["limit"] for row in rows):
-        notes = "The limited GPU is as fast as the whole one; a smaller card is slower. " + notes
+        notes = (
+            "The 24 GiB row is a limit on the same H200: it computes at full speed, which a 24 GiB card does not. "
+        ) + notes
     return [
         "",
         "With K, V and their gradients in int8 as well (`kv_dtype`, `grad_dtype`; also approximate), complete steps "

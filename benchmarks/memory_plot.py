@@ -40,7 +40,8 @@ def main() -> None:
     figure = common.new_figure(7.0, 3.6)
     axes = figure.add_subplot()
     styles = (("tab:red", "s"), ("tab:blue", "o"), ("tab:green", "^"))
-    for (label, points), (color, marker) in zip(series().items(), styles, strict=True):
+    lines = series()
+    for (label, points), (color, marker) in zip(lines.items(), styles, strict=True):
         contexts, memory = zip(*points, strict=True)
         axes.plot(contexts, memory, color=color, marker=marker, label=label)
         if label == "standard training":
@@ -53,7 +54,7 @@ def main() -> None:
     limit = GPUS["H200"].memory_gib
     axes.axhline(limit, color="gray", linestyle="--", linewidth=1)
     axes.annotate("memory of the H200", (1 << 15, limit), xytext=(0, -12), textcoords="offset points", color="gray")
-    ticks = [1 << power for power in range(15, 20)]
+    ticks = sorted({context for points in lines.values() for context, _ in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [short_tokens(context) for context in ticks])
     axes.set_ylim(0, 155)

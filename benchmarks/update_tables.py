@@ -85,7 +85,7 @@ def headline() -> str:
         f"On one {report['machine']['gpu']['name']}, a training step of the Qwen2.5-7B shape (forward and backward) "
         f"takes **{oomb['seconds']:.1f} s at {context:,} tokens, versus {standard['seconds']:.1f} s with standard "
         f"training**. At {offloaded['context']:,} tokens it takes {offloaded['measured_seconds']:.0f} s in "
-        f"{offloaded['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory (28 GiB more with AdamW), with K, V and "
+        f"{offloaded['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory (plus 28 GiB of AdamW states), with K, V and "
         "their gradients in host memory."
     )
     done = [row for row in sparse_rows("times") if row["problem"] is None] if exists(SPARSE.format("times")) else []
