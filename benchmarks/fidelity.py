@@ -138,8 +138,8 @@ def store_summaries(engine: Engine, dtype: torch.dtype) -> None:
     allocator: Any = engine.allocator
     selection_spec = allocator._selection_spec
 
-    def with_dtype(layers: Any) -> Any:
-        spec = selection_spec(layers)
+    def with_dtype() -> Any:
+        spec = selection_spec()
         return None if spec is None else replace(spec, means_dtype=dtype)
 
     allocator._selection_spec = with_dtype

@@ -14,6 +14,7 @@ from oomb.engine.grads import reusable_bytes
 from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
 from oomb.memory.rows import LayerRows
+from oomb.memory.selections import SelectionSpec
 from oomb.memory.store import PageStore
 from oomb.memory.tiers import Tiers
 from oomb.models.causal_lm import CausalLM
@@ -155,8 +156,11 @@ class PageAllocator:
             out_tokens=placement.out_tokens,
             gpu_out_tokens=placement.gpu_out_tokens,
             needs_grad=needs_grad,
-            selection_spec=selection_spec(self.config, self.layer_shapes().values(), self._has_float8),
+            selection_spec=self._selection_spec(),
         )
+
+    def _selection_spec(self) -> SelectionSpec | None:
+        return selection_spec(self.config, self.layer_shapes().values(), self._has_float8)
 
     def _remaining_limits(self) -> Config:
         """Return the settings, with limits reduced by what other batches hold."""

@@ -433,9 +433,9 @@ def test_sequences_leave_memory_for_each_other(model: Any, monkeypatch: pytest.M
     """Only a sequence that holds pages alone may fill the host with attention outputs."""
     engine, found, decide = engine_for(model, CHUNK), [], allocator.place_or_raise
 
-    def seen(*args: Any, is_exclusive: bool, **settings: Any) -> Any:
-        found.append(is_exclusive)
-        return decide(*args, is_exclusive=is_exclusive, **settings)
+    def seen(request: Any) -> Any:
+        found.append(request.is_exclusive)
+        return decide(request)
 
     monkeypatch.setattr(allocator, "place_or_raise", seen)
     engine.loss(make_documents((48, 40, 33))).backward()
