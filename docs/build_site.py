@@ -17,7 +17,16 @@ import oomb
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "pages"
-STAGED = ("*.md", "LICENSE", "docs/*.md", "docs/*.png", "docs/*.html", "examples/*", "benchmarks/results/*")
+STAGED = (
+    "*.md",
+    "LICENSE",
+    "CITATION.cff",
+    "docs/*.md",
+    "docs/*.png",
+    "docs/*.html",
+    "examples/*",
+    "benchmarks/results/*",
+)
 
 
 def stage() -> None:

@@ -66,8 +66,9 @@ def module_tables() -> str:
         rows = [module_row(path) for path in sorted((PACKAGE / folder).rglob("*.py"))]
         title = f"### {folder}\n\n{summary(PACKAGE / folder / '__init__.py')}\n"
         tables.append("\n".join([title, "| module | what it does |", "|---|---|", *filter(None, rows)]))
-    rows = [module_row(path) for path in (PACKAGE / "config.py", *sorted((PACKAGE / "utils").glob("*.py")))]
-    title = "### config and utils\n\nSettings of the engine, and helpers that know nothing of oomb.\n"
+    others = (PACKAGE / "config.py", PACKAGE / "__main__.py", *sorted((PACKAGE / "utils").glob("*.py")))
+    rows = [module_row(path) for path in others]
+    title = "### config and utils\n\nSettings of the engine, `python -m oomb`, and helpers that know nothing of oomb.\n"
     tables.append("\n".join([title, "| module | what it does |", "|---|---|", *filter(None, rows)]))
     return "\n\n".join(tables) + "\n"
 

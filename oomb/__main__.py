@@ -1,4 +1,4 @@
-"""`python -m oomb` is `oomb`."""
+"""Run `oomb` as `python -m oomb`."""
 
 from oomb.cli.main import app
 
