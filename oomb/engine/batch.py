@@ -16,6 +16,17 @@ from oomb.ops.logprob import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, end) of a batch, the part whose activations exist at one time."""
+
+    index: int
+    start: int
+    end: int
+    span_end: int
+    """The end of its first span, the only one with a past."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """Token ids, and for every position the token to predict there. Both [B, T], on the CPU."""
 
@@ -83,12 +94,15 @@ class Batch:
         """Length of the longest document in tokens."""
         return max(b - a for a, b in pairwise((*self.starts, self.ids.shape[1])))
 
-    def chunks(self, chunk_size: int) -> list[tuple[int, int]]:
-        """Return (start, end) of each chunk up to the last one with a target: later ones have no gradient."""
+    def chunks(self, chunk_size: int) -> list[Chunk]:
+        """Return the chunks up to the last one with a target: later ones have no gradient."""
         length = self.ids.shape[1]
         counted = (self.targets != IGNORE_INDEX).any(0).nonzero().flatten()
         last = int(counted[-1]) if len(counted) else 0
-        return [(start, min(length, start + chunk_size)) for start in range(0, last + 1, chunk_size)]
+        bounds = [(start, min(length, start + chunk_size)) for start in range(0, last + 1, chunk_size)]
+        return [
+            Chunk(index, start, end, start + self.spans(start, end)[0].end) for index, (start, end) in enumerate(bounds)
+        ]
 
     def spans(self, start: int, end: int) -> tuple[Span, ...]:
         """Return the spans of the chunk [start, end). The first continues a document if its start is not here."""

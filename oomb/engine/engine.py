@@ -18,7 +18,7 @@ from oomb.engine.batch import Batch
 from oomb.engine.grads import float32_sums_fit, reject_tensor_hooks
 from oomb.engine.head import Head, TokenHead
 from oomb.engine.packing import PackedInputs, pack_inputs
-from oomb.engine.passes import ChunkCounter, ChunkedForward, OnSelection, _ChunkedOutputs
+from oomb.engine.passes import ChunkCounter, ChunkedForward, ChunkedOutputs, OnSelection
 from oomb.models.causal_lm import CausalLM
 from oomb.models.hooks import engine_lock
 from oomb.planner.request import Placement
@@ -61,7 +61,7 @@ class Engine:
         self.progress: Callable[[str, int, int], None] | None = None
         self.allocator = PageAllocator(self.model, self.config)
         self._head = TokenHead(self.model)
-        self._last_chunk_owner: weakref.ref[ChunkedForward] | None = None
+        self.last_chunk_owner: weakref.ref[ChunkedForward] | None = None
         """The batch whose last chunk keeps its activations until its backward, if there is one."""
 
     def loss(
@@ -121,9 +121,10 @@ class Engine:
         return [_shift_right(row) for row in logp] if isinstance(logp, list) else _shift_right(logp)
 
     def reserve(self, batch_size: int, length: int) -> Placement:
-        """Take the memory that training on such a batch needs, or raise `oomb.OutOfPages` with the numbers.
+        """Allocate the memory that training on such a batch needs, or raise `oomb.OutOfPages` with the numbers.
 
-        Every call takes its memory by itself. Before a long run it pays to know in a few seconds.
+        This is optional, since every call allocates what it needs. Before a long run, use it to find out within seconds
+        whether training will fit.
 
         Args:
             batch_size: rows of the batch.
@@ -207,9 +208,7 @@ class Engine:
         """
         head = self._head if head is None else head
         needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
-        all_chunked = self._open(packed, head, needs_grad)
-        for chunked in all_chunked:
-            chunked.on_selection = on_selection
+        all_chunked = self._open(packed, head, needs_grad, on_selection)
         if not needs_grad:
             with torch.no_grad():
                 outputs = [chunked.fill() for chunked in all_chunked]
@@ -217,7 +216,7 @@ class Engine:
             reject_tensor_hooks(self.model.lm.named_parameters())
             anchor = torch.zeros((), device=self.model.device, requires_grad=True)
             try:
-                outputs = [_ChunkedOutputs.apply(anchor, chunked) for chunked in all_chunked]
+                outputs = [ChunkedOutputs.apply(anchor, chunked) for chunked in all_chunked]
             except BaseException:
                 # The filled ones wait for a backward that will not come, and the exception keeps them alive.
                 for chunked in all_chunked:
@@ -225,7 +224,9 @@ class Engine:
                 raise
         return {name: list(parts) for name, parts in zip(head.fields, zip(*outputs, strict=True), strict=True)}
 
-    def _open(self, packed: PackedInputs, head: Head, needs_grad: bool) -> list[ChunkedForward]:
+    def _open(
+        self, packed: PackedInputs, head: Head, needs_grad: bool, on_selection: OnSelection | None
+    ) -> list[ChunkedForward]:
         """Return the forward of every batch, with the state of the model as it is now."""
         with engine_lock:
             if not self.allocator.knows_layer_shapes:
@@ -234,15 +235,21 @@ class Engine:
                 ChunkedForward(self, packed.batches[0], head, needs_grad=needs_grad, state=state).probe_layers()
             # Under the lock, because a pass in another thread changes training modes while it runs. The checksums of
             # the weights are computed once for all batches.
-            state = self.model.state(with_sums=needs_grad)
-            all_chunked = [
-                ChunkedForward(self, batch, head, needs_grad=needs_grad, state=state) for batch in packed.batches
+            state, counter = self.model.state(with_checksums=needs_grad), ChunkCounter()
+            return [
+                ChunkedForward(
+                    self,
+                    batch,
+                    head,
+                    needs_grad=needs_grad,
+                    state=state,
+                    counter=counter,
+                    is_exclusive=len(packed.batches) == 1,
+                    is_last_batch=batch is packed.batches[-1],
+                    on_selection=on_selection,
+                )
+                for batch in packed.batches
             ]
-        counter = ChunkCounter(sum(len(chunked.bounds) for chunked in all_chunked))
-        for chunked in all_chunked:
-            chunked.counter, chunked.is_last = counter, chunked is all_chunked[-1]
-            chunked.is_exclusive = len(all_chunked) == 1
-        return all_chunked
 
 
 def _shift_right(logp: Tensor) -> Tensor:

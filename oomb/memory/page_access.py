@@ -32,7 +32,7 @@ from oomb.memory.transfer import BufferRing, Copies, Event, Load, Work
 
 
 @dataclass(frozen=True)
-class RowSpan:
+class RowRun:
     """The bytes of `count` consecutive tokens, `at` of them after the first requested token."""
 
     tier: str
@@ -50,7 +50,7 @@ class PageAccess:
     Args:
         tiers: Memory and copy streams, shared by all sequences of an engine.
         layers: Row layouts by layer, in the order in which the model calls the layers.
-        gpu_tokens: For each kind of pages that the sequence has, up to which token they are on the GPU.
+        gpu_end: For each kind of pages that the sequence has, up to which token they are on the GPU.
         capacity: Tokens that need pages: all but those of the last chunk, which no later chunk reads.
         saved_from: The first token whose attention output is saved.
         is_selective: Whether layers without a sliding window read selected pages only.
@@ -60,7 +60,7 @@ class PageAccess:
         self,
         tiers: Tiers,
         layers: Mapping[int, LayerRows],
-        gpu_tokens: Mapping[str, int],
+        gpu_end: Mapping[str, int],
         *,
         capacity: int,
         chunk_size: int,
@@ -71,13 +71,13 @@ class PageAccess:
         self.tiers, self.layers = tiers, layers
         self.capacity, self.chunk_size, self.page_size = capacity, chunk_size, page_size
         self.saved_from, self.is_selective = saved_from, is_selective
-        self.seed = 0
+        self.rounding_seed = 0
         """Seed of the stochastic rounding of gradients."""
         self.num_pages = -(-capacity // page_size)
         self.gpu_pages = {
-            kind: self.num_pages if tokens >= capacity else tokens // page_size for kind, tokens in gpu_tokens.items()
+            kind: self.num_pages if tokens >= capacity else tokens // page_size for kind, tokens in gpu_end.items()
         }
-        self.kinds = list(gpu_tokens)
+        self.kinds = list(gpu_end)
         self.has_grad = {layer: IntervalSet() for layer in layers}
         """Tokens whose gradient rows are initialized."""
         self.stored: dict[tuple[str, int], Event] = {}
@@ -134,11 +134,11 @@ class PageAccess:
     def page(self, kind: str, layer: int, page: int, tier: str) -> Tensor | None:
         """Return the bytes of a page, or None if it is not in `tier`."""
         low, high = page * self.page_size, (page + 1) * self.page_size
-        return next((span.data for span in self._spans(kind, layer, low, high) if span.tier == tier), None)
+        return next((run.data for run in self._runs(kind, layer, low, high) if run.tier == tier), None)
 
     def first_bytes(self, kind: str, layer: int) -> Tensor:
         """Return the bytes of the first run of pages, which is on the GPU."""
-        return next(self._spans(kind, layer, 0, self.num_pages * self.page_size)).data
+        return next(self._runs(kind, layer, 0, self.num_pages * self.page_size)).data
 
     def addresses(self, kind: str, layer: int) -> list[int]:
         """Return the address of every page. Creates all gradient pages."""
@@ -165,10 +165,10 @@ class PageAccess:
         row = self.row(kind, layer).num_bytes
         parts = self.has_grad[layer].within(low, high) if kind == GRAD else [(low, high)]
         pieces = [
-            ((a - low + span.at) * row, span.data)
+            ((a - low + run.at) * row, run.data)
             for a, b in parts
-            for span in self._spans(kind, layer, a, b)
-            if span.tier == HOST
+            for run in self._runs(kind, layer, a, b)
+            if run.tier == HOST
         ]
         after = (self.stored.get((kind, layer)),)
         return Load((id(self), kind, layer, low, high), self.ring(kind), tuple(pieces), after)
@@ -179,27 +179,27 @@ class PageAccess:
 
         With `writes` the caller changes them, and host rows are stored back afterwards.
         """
-        row, spans = self.row(kind, layer), list(self._spans(kind, layer, low, high))
-        if kind == GRAD and self.is_sparse(layer) and row.is_quantized and any(span.tier == GPU for span in spans):
+        row, runs = self.row(kind, layer), list(self._runs(kind, layer, low, high))
+        if kind == GRAD and self.is_sparse(layer) and row.is_quantized and any(run.tier == GPU for run in runs):
             # The store stream writes selected 8-bit gradient pages, even those on the GPU.
             self.tiers.streams.wait(self.stored.get((kind, layer)))
-        if len(spans) == 1 and spans[0].tier == GPU:
-            yield row.views(spans[0].data, high - low)
+        if len(runs) == 1 and runs[0].tier == GPU:
+            yield row.views(runs[0].data, high - low)
             return
         streams, prefetcher, load = self.tiers.streams, self.tiers.prefetcher, self.load(kind, layer, low, high)
         slot = prefetcher.take(load)
         free_after = None
         try:
-            parts = [(s, slot.bytes[s.at * row.num_bytes : (s.at + s.count) * row.num_bytes]) for s in spans]
-            for span, part in parts:
-                if span.tier == GPU:
-                    part.copy_(span.data)
+            parts = [(s, slot.bytes[s.at * row.num_bytes : (s.at + s.count) * row.num_bytes]) for s in runs]
+            for run, part in parts:
+                if run.tier == GPU:
+                    part.copy_(run.data)
             yield row.views(slot.bytes, high - low)
             if writes:
-                for span, part in parts:
-                    if span.tier == GPU:
-                        span.data.copy_(part)
-                back = [(span.data, part) for span, part in parts if span.tier == HOST]
+                for run, part in parts:
+                    if run.tier == GPU:
+                        run.data.copy_(part)
+                back = [(run.data, part) for run, part in parts if run.tier == HOST]
                 free_after = self.store(kind, layer, back, streams.mark())
         finally:
             prefetcher.give(load.ring, slot, free_after if free_after is not None else streams.mark())
@@ -207,13 +207,13 @@ class PageAccess:
     def write(self, kind: str, layer: int, start: int, tensors: list[Tensor], ring_name: str) -> None:
         """Write a chunk's rows: those on the GPU in place, the others through a buffer."""
         row, num_tokens = self.row(kind, layer), tensors[0].shape[2]
-        on_host: list[RowSpan] = []
-        for span in self._spans(kind, layer, start, start + num_tokens):
-            if span.tier == HOST:
-                on_host.append(span)
+        on_host: list[RowRun] = []
+        for run in self._runs(kind, layer, start, start + num_tokens):
+            if run.tier == HOST:
+                on_host.append(run)
                 continue
-            part = [x[:, :, span.at : span.at + span.count] for x in tensors]
-            row.write(row.views(span.data, span.count), part)
+            part = [x[:, :, run.at : run.at + run.count] for x in tensors]
+            row.write(row.views(run.data, run.count), part)
         if not on_host:
             return
         ring, first = self.ring(ring_name), on_host[0].at
@@ -247,14 +247,14 @@ class PageAccess:
         if end > edge:
             yield HOST, max(first, edge), end
 
-    def _spans(self, kind: str, layer: int, low: int, high: int) -> Iterator[RowSpan]:
+    def _runs(self, kind: str, layer: int, low: int, high: int) -> Iterator[RowRun]:
         """Yield the rows of tokens [low, high)."""
         page_bytes, table = self.lease.tables[kind, layer]
         size, row = self.page_size, page_bytes // self.page_size
         for run in table.pieces(*self._pages(low, high)):
             first, end = max(low, run.at * size), min(high, (run.at + run.count) * size)
             data = self.tiers.view(page_bytes, run)[(first - run.at * size) * row : (end - run.at * size) * row]
-            yield RowSpan(run.tier, data, first - low, end - first)
+            yield RowRun(run.tier, data, first - low, end - first)
 
     def _pages(self, low: int, high: int) -> tuple[int, int]:
         return low // self.page_size, -(-high // self.page_size)

@@ -20,51 +20,51 @@ class PassSchedule:
     def __init__(self, pages: PageAccess, selected: SelectedPages | None) -> None:
         self.pages, self.selected = pages, selected
 
-    def forward(self, start: int, end: int, saved: bool) -> Iterator[Load]:
-        """Yield the loads of the forward of chunk [start, end); `saved`: saved attention outputs replace the past."""
+    def forward(self, start: int, span_end: int, saved: bool) -> Iterator[Load]:
+        """Yield the loads of the forward of the chunk at `start`; `saved`: saved attention outputs replace the past."""
         pages = self.pages
         for layer in pages.layers:
             if saved and pages.is_saved(start):
-                yield from pages.loads(OUT, layer, start, end)
+                yield from pages.loads(OUT, layer, start, span_end)
             elif pages.is_sparse(layer):
-                yield from self._selected(layer, start, end, [KV])
+                yield from self._selected(layer, start, span_end, [KV])
             else:
-                for low, high in pages.bounds(layer, self._first_visible(layer, start, end), start):
+                for low, high in pages.bounds(layer, self._first_visible(layer, start, span_end), start):
                     yield from pages.loads(KV, layer, low, high)
 
-    def backward(self, start: int, end: int, saved: bool) -> Iterator[Load]:
-        """Yield the loads of the backward of chunk [start, end), including those of checkpointed layers if `saved`."""
+    def backward(self, start: int, span_end: int, saved: bool) -> Iterator[Load]:
+        """Yield the loads of the backward of the chunk at `start`; `saved`: including those of checkpointed layers."""
         pages = self.pages
         for layer in list(pages.layers)[::-1]:
             if saved and pages.is_saved(start):
-                yield from pages.loads(OUT, layer, start, end)
+                yield from pages.loads(OUT, layer, start, span_end)
             if pages.is_sparse(layer):
-                yield from self._selected(layer, start, end, [KV, GRAD])
+                yield from self._selected(layer, start, span_end, [KV, GRAD])
                 if start < pages.capacity:
-                    yield from pages.loads(GRAD, layer, start, end)
+                    yield from pages.loads(GRAD, layer, start, span_end)
                 continue
-            bounds = list(pages.bounds(layer, self._first_visible(layer, start, end), start))
+            bounds = list(pages.bounds(layer, self._first_visible(layer, start, span_end), start))
             # A windowed layer gathers its whole past before it adds any gradient; others go segment by segment.
-            groups = [[KV], [GRAD]] if self._is_windowed(layer, end) else [[KV, GRAD]]
+            groups = [[KV], [GRAD]] if self._is_windowed(layer, span_end) else [[KV, GRAD]]
             for kinds in groups:
                 for low, high in bounds:
                     for kind in kinds:
                         yield from pages.loads(kind, layer, low, high)
             if start < pages.capacity:
-                for low, high in pages.has_grad[layer].within(start, end):
+                for low, high in pages.has_grad[layer].within(start, span_end):
                     yield from pages.loads(GRAD, layer, low, high)
 
-    def _selected(self, layer: int, start: int, end: int, kinds: list[str]) -> Iterator[Load]:
+    def _selected(self, layer: int, start: int, span_end: int, kinds: list[str]) -> Iterator[Load]:
         """Yield the loads of selected pages, if the selection has been made."""
         assert self.selected is not None
-        if self.selected.selection(layer, start, end) is not None:
+        if self.selected.selection(layer, start, span_end) is not None:
             for kind in kinds:
-                yield from self.selected.loads(kind, layer, start, end)
+                yield from self.selected.loads(kind, layer, start, span_end)
 
-    def _is_windowed(self, layer: int, end: int) -> bool:
+    def _is_windowed(self, layer: int, span_end: int) -> bool:
         window = self.pages.layers[layer].window
-        return window is not None and window < end
+        return window is not None and window < span_end
 
-    def _first_visible(self, layer: int, start: int, end: int) -> int:
+    def _first_visible(self, layer: int, start: int, span_end: int) -> int:
         """Return the first token that the chunk's queries attend to."""
-        return max(0, start - (self.pages.layers[layer].window or 0) + 1) if self._is_windowed(layer, end) else 0
+        return max(0, start - (self.pages.layers[layer].window or 0) + 1) if self._is_windowed(layer, span_end) else 0

@@ -210,7 +210,7 @@ class SelectedIO:
                 places, numbers, count, moved[0:], flags[0], data.data_ptr(), self._working_bytes(kind, layer),
                 self._page_bytes(kind, layer), self.pages.gpu_pages[kind], self.pages.num_pages, *flags[1:], TILE=1024,
             )  # fmt: skip
-            seed = mix(self.pages.seed, layer, start, COMES_IN) if kind == GRAD else 0
+            seed = mix(self.pages.rounding_seed, layer, start, COMES_IN) if kind == GRAD else 0
             self._copy(kind, layer, start, data, flags, is_out=False, seed=seed)
 
     def _copy(self, kind: str, layer: int, start: int, data: Tensor, flags: Flags, *, is_out: bool, seed: int) -> None:

@@ -4,6 +4,16 @@ A token has one row of bytes per layer: K and V of all heads and batch entries s
 so consecutive pages form one strided tensor that attention kernels read in place. Host pages pass through staging
 buffers, segment by segment. Where pages are does not change how a past is cut into segments, nor any result.
 
+    past          one layer as one chunk sees it: the interface of attention
+    store         one sequence, below. In the fill pass `append` and `save_output`; in the gradient pass `past`,
+                  `load_output`, `add_grad`, `add_future_grads`, and `free_from` after each chunk
+    page_access   where each token's row is, in place or through a staging buffer
+    pool          page numbers alone: the free ones, and the page tables of sequences
+    tiers         the memory of all sequences of an engine
+    transfer      copy streams, staging buffers, prefetching
+
+A chunk is passed as its start and the end of its first span, `span_end`: only that span has a past.
+
 B batch, K key/value heads, H query heads, T tokens, D head size.
 """
 
@@ -93,13 +103,13 @@ class PageStore:
         self.schedule = PassSchedule(self.pages, self.selected)
 
     @property
-    def seed(self) -> int:
+    def rounding_seed(self) -> int:
         """Seed of the stochastic rounding of gradients."""
-        return self.pages.seed
+        return self.pages.rounding_seed
 
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self.pages.seed = seed
+    @rounding_seed.setter
+    def rounding_seed(self, seed: int) -> None:
+        self.pages.rounding_seed = seed
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         """Store a chunk's K and V. The last chunk has no pages and is skipped."""
@@ -122,10 +132,10 @@ class PageStore:
                 memory_format=contiguous
             )
 
-    def past(self, layer: int, chunk_start: int, chunk_end: int) -> DenseLayerPast | SparseLayerPast:
-        """Return the layer's pages as the chunk [chunk_start, chunk_end) sees them."""
+    def past(self, layer: int, start: int, span_end: int) -> DenseLayerPast | SparseLayerPast:
+        """Return the layer's pages as the chunk at `start` sees them."""
         kind = SparseLayerPast if self.pages.is_sparse(layer) else DenseLayerPast
-        return kind(self, layer, chunk_start, chunk_end)
+        return kind(self, layer, start, span_end)
 
     def segments(self, layer: int, first: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (start, k, v) of the segments of tokens [first, end). Each is valid until the next is requested."""
@@ -135,15 +145,17 @@ class PageStore:
                 k, v = self.pages.row(KV, layer).read(fields, dtype)
                 yield low, k, v
 
-    def add_grad(self, layer: int, start: int, dk: Tensor, dv: Tensor, seed: int) -> None:
-        """Add dk and dv to the gradients of the tokens from `start` on."""
+    def add_grad(self, layer: int, start: int, dk: Tensor, dv: Tensor, chunk_start: int) -> None:
+        """Add dk and dv, which the chunk at `chunk_start` computed, to the gradients of the tokens from `start` on."""
         pages = self.pages
         for low, high in pages.bounds(layer, start, start + dk.shape[2]):
             updates = dk[:, :, low - start : high - start], dv[:, :, low - start : high - start]
             fresh = [(a - low, b - low) for a, b in pages.has_grad[layer].missing(low, high)]
             pages.create_grads(layer, low, high)
             with pages.resident(GRAD, layer, low, high, writes=True) as fields:
-                self._add(pages.row(GRAD, layer), fields, updates, fresh, (pages.seed, layer, seed, low))
+                self._add(
+                    pages.row(GRAD, layer), fields, updates, fresh, (pages.rounding_seed, layer, chunk_start, low)
+                )
             pages.has_grad[layer].add(low, high)
 
     @staticmethod
@@ -170,36 +182,36 @@ class PageStore:
         if row.is_quantized:
             row.write(fields, totals, mix(*seed))
 
-    def add_future_grads(self, layer: int, start: int, end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return dk and dv of a chunk plus what later chunks added to its gradient pages."""
+    def add_future_grads(self, layer: int, start: int, span_end: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return dk and dv of a chunk's first span plus what later chunks added to its gradient pages."""
         dtypes = dk.dtype, dv.dtype
-        for low, high in self.pages.has_grad[layer].within(start, end) if start < self.capacity else ():
+        for low, high in self.pages.has_grad[layer].within(start, span_end) if start < self.capacity else ():
             with self.pages.resident(GRAD, layer, low, high) as fields:
                 future_dk, future_dv = self.pages.row(GRAD, layer).read(fields)
-                if (low, high) == (start, end):
+                if (low, high) == (start, span_end):
                     return (dk + future_dk).to(dtypes[0]), (dv + future_dv).to(dtypes[1])
                 dk, dv = dk.clone(), dv.clone()
                 dk[:, :, low - start : high - start] += future_dk
                 dv[:, :, low - start : high - start] += future_dv
         return dk, dv
 
-    def prefetch_forward(self, start: int, end: int, saved: bool, *, backward_saved: bool | None = None) -> None:
-        """Start to prefetch for the forward of chunk [start, end).
+    def prefetch_forward(self, start: int, span_end: int, saved: bool, *, backward_saved: bool | None = None) -> None:
+        """Start to prefetch for the forward of the chunk at `start`.
 
         Args:
             saved: Whether the forward will read saved attention outputs.
             backward_saved: If given, the chunk's backward follows directly, and this is `saved` for it: its first loads
                 start before the forward ends.
         """
-        loads, name = self.schedule.forward(start, end, saved), None
+        loads, name = self.schedule.forward(start, span_end, saved), None
         if backward_saved is not None:
-            loads, name = chain(loads, self.schedule.backward(start, end, backward_saved)), (id(self), start)
+            loads, name = chain(loads, self.schedule.backward(start, span_end, backward_saved)), (id(self), start)
         self.tiers.prefetcher.expect(loads, name)
 
-    def prefetch_backward(self, start: int, end: int, saved: bool) -> None:
-        """Start to prefetch for the backward of chunk [start, end), unless `prefetch_forward` has."""
+    def prefetch_backward(self, start: int, span_end: int, saved: bool) -> None:
+        """Start to prefetch for the backward of the chunk at `start`, unless `prefetch_forward` has."""
         if not self.tiers.prefetcher.is_expecting((id(self), start)):
-            self.tiers.prefetcher.expect(self.schedule.backward(start, end, saved))
+            self.tiers.prefetcher.expect(self.schedule.backward(start, span_end, saved))
 
     def free_from(self, start: int) -> None:
         """Free the pages of the tokens from `start` on, once no chunk reads them any more."""

@@ -40,7 +40,7 @@ class Arena:
         return slab[(first - base) * self.page_bytes : (first - base + count) * self.page_bytes]
 
 
-Key = tuple[str, int]
+ArenaKey = tuple[str, int]
 """Which arena: tier and page size in bytes."""
 
 
@@ -50,7 +50,7 @@ class PageLease:
     def __init__(self) -> None:
         self.tables: dict[tuple[str, int], tuple[int, PageTable]] = {}
         """Page size in bytes and page table, by (kind, layer)."""
-        self.promised: Counter[Key] = Counter()
+        self.promised: Counter[ArenaKey] = Counter()
 
 
 class Tiers:
@@ -66,9 +66,9 @@ class Tiers:
         self.device, self.host_limit = device, host_limit
         self.streams = CopyStreams(device)
         self.prefetcher = Prefetcher(self.streams)
-        self.arenas: dict[Key, Arena] = {}
+        self.arenas: dict[ArenaKey, Arena] = {}
         self.rings: dict[str, BufferRing] = {}
-        self.promised: Counter[Key] = Counter()
+        self.promised: Counter[ArenaKey] = Counter()
         self.peak_bytes = {GPU: 0, HOST: 0}
         """Most bytes of pages in use at once."""
         self.orphaned: deque[PageLease] = deque()
@@ -76,12 +76,12 @@ class Tiers:
         self.pass_done: Event = None
         """When the latest pass ended."""
 
-    def reserve(self, lease: PageLease, num_pages: Mapping[Key, int]) -> None:
+    def reserve(self, lease: PageLease, num_pages: Mapping[ArenaKey, int]) -> None:
         """Promise pages to a lease, and allocate slabs for them if needed: all of them or none."""
         self.collect()
         self._release_idle(num_pages)
         short = {key: missing for key, count in num_pages.items() if (missing := count - self._num_unpromised(key)) > 0}
-        made: list[tuple[Key, int, Tensor, HostSlab | None]] = []
+        made: list[tuple[ArenaKey, int, Tensor, HostSlab | None]] = []
         for key, missing in short.items():
             host = HostSlab(missing * key[1], self.device) if key[0] == HOST else None
             made.append((key, missing, self.allocate(missing * key[1], "pages") if host is None else host.bytes, host))
@@ -93,7 +93,7 @@ class Tiers:
         # The previous pass may have used these slabs on another stream.
         self.streams.wait(self.pass_done)
 
-    def _release_idle(self, num_pages: Mapping[Key, int]) -> None:
+    def _release_idle(self, num_pages: Mapping[ArenaKey, int]) -> None:
         """Free unused slabs, whose memory the placement behind `num_pages` counted as available.
 
         GPU slabs go unless they have the requested size. Pinned memory is expensive to allocate again, so host slabs
@@ -143,9 +143,9 @@ class Tiers:
                 ring.free = deque(ring.slots)
         self.pass_done = self.streams.mark()
 
-    def take(self, lease: PageLease, kind: tuple[str, int], tier: str, first: int, end: int) -> None:
+    def take(self, lease: PageLease, table_key: tuple[str, int], tier: str, first: int, end: int) -> None:
         """Move pages [first, end) of a (kind, layer) from promised to taken."""
-        page_bytes, table = lease.tables[kind]
+        page_bytes, table = lease.tables[table_key]
         key = tier, page_bytes
         assert lease.promised[key] >= end - first, "more pages taken than promised"
         for start, count in self.arenas[key].pool.take(end - first):
@@ -203,10 +203,10 @@ class Tiers:
         self.streams.reset()
         self.peak_bytes = {tier: self.used_bytes(tier) for tier in (GPU, HOST)}
 
-    def _is_idle(self, key: Key) -> bool:
+    def _is_idle(self, key: ArenaKey) -> bool:
         return not self.arenas[key].pool.num_used and not self.promised[key]
 
-    def _num_unpromised(self, key: Key) -> int:
+    def _num_unpromised(self, key: ArenaKey) -> int:
         """Return how many free pages are not promised to anybody."""
         return self.arenas[key].pool.num_free - self.promised[key] if key in self.arenas else 0
 

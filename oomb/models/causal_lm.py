@@ -128,14 +128,14 @@ class CausalLM:
         check_attention_dropout(self.backbone)
         return any(module.training for module in self.lm.modules())
 
-    def state(self, *, with_sums: bool = False) -> ModelState:
+    def state(self, *, with_checksums: bool = False) -> ModelState:
         """Return the model's state as the user left it, without the changes of a pass that is active elsewhere."""
         with engine_lock:
-            return ModelState.capture(self.lm, with_sums=with_sums)
+            return ModelState.capture(self.lm, with_checksums=with_checksums)
 
     @contextmanager
     def activate(
-        self, pass_: Attention, total_length: int, state: ModelState, *, with_sums: bool = False
+        self, pass_: Attention, total_length: int, state: ModelState, *, with_checksums: bool = False
     ) -> Iterator[None]:
         """Make a pass active for the duration of a `with`, and leave the model as it was.
 
@@ -143,11 +143,11 @@ class CausalLM:
             pass_: Gets the attention calls.
             total_length: Length of the whole sequence, for RoPE that depends on it.
             state: State of the model at the start of the sequence, which both passes must see.
-            with_sums: Compare checksums of all weights with that state.
+            with_checksums: Compare checksums of all weights with that state.
         """
         with engine_lock, ExitStack() as undo:
             now = self.state()
-            state.check_unchanged(now, with_sums=with_sums)
+            state.check_unchanged(now, with_checksums=with_checksums)
             # Gate first, so that no other caller sees the changes below.
             for module in self._parts():
                 route(undo, module, gate(module, vars(module).get(CALL) or module._call_impl))

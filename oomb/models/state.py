@@ -21,24 +21,24 @@ class ModelState:
     because PEFT may reorder a module's parameters."""
     versions: dict[nn.Parameter, int]
     """Version counters of trained parameters. PEFT increments those of frozen ones without changing them."""
-    sums: dict[torch.device, Tensor] | None
+    checksums: dict[torch.device, Tensor] | None
     """`checksums` of the parameters; None if no gradients will be computed."""
     modes: list[bool]
     """Whether each module is in training mode."""
     adapters: list[tuple[Any, ...]]
     """Enabled, active and merged adapters of each PEFT layer."""
     compared_in: int = -1
-    """Autograd call that last compared the sums. It runs the gradient passes of all sequences of a loss, and one
+    """Autograd call that last compared the checksums. It runs the gradient passes of all sequences of a loss, and one
     comparison is enough for them."""
 
     @classmethod
-    def capture(cls, model: nn.Module, *, with_sums: bool) -> ModelState:
-        """Return the current state of a model. `with_sums` reads all weights once."""
+    def capture(cls, model: nn.Module, *, with_checksums: bool) -> ModelState:
+        """Return the current state of a model. `with_checksums` reads all weights once."""
         parameters = list(model.parameters())
         return cls(
             layouts={p: [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in _parts(p)] for p in parameters},
             versions={p: p._version for p in parameters if p.requires_grad and not p.is_inference()},
-            sums=checksums(parameters) if with_sums else None,
+            checksums=checksums(parameters) if with_checksums else None,
             modes=[module.training for module in model.modules()],
             adapters=[
                 (module._disable_adapters, str(module.active_adapters), str(getattr(module, "merged_adapters", None)))
@@ -47,14 +47,14 @@ class ModelState:
             ],
         )
 
-    def check_unchanged(self, now: ModelState, *, with_sums: bool = False) -> None:
+    def check_unchanged(self, now: ModelState, *, with_checksums: bool = False) -> None:
         """Raise RuntimeError if weights or adapters have changed.
 
         Training modes may differ, because both passes run in the modes of the first.
 
         Args:
             now: The current state.
-            with_sums: Compare checksums, too, which reads all weights.
+            with_checksums: Compare checksums, too, which reads all weights.
         """
         changed = None
         if now.adapters != self.adapters:
@@ -62,7 +62,7 @@ class ModelState:
         elif (
             now.layouts != self.layouts
             or any(p._version != version for p, version in self.versions.items())
-            or (with_sums and self._have_sums_changed())
+            or (with_checksums and self._have_checksums_changed())
         ):
             changed = "parameters"
         if changed is not None:
@@ -71,15 +71,15 @@ class ModelState:
                 "call backward before the optimizer steps or adapters are switched"
             )
 
-    def _have_sums_changed(self) -> bool:
+    def _have_checksums_changed(self) -> bool:
         call = torch._C._current_graph_task_id()
         is_compared = call != -1 and call == self.compared_in
         # Users' hooks on finished gradients run between the sequences of a call and may step an optimizer.
-        if self.sums is None or (is_compared and not any(p._post_accumulate_grad_hooks for p in self.layouts)):
+        if self.checksums is None or (is_compared and not any(p._post_accumulate_grad_hooks for p in self.layouts)):
             return False
         now = checksums(list(self.layouts))
         self.compared_in = call
-        return not all(torch.equal(sums, now[device]) for device, sums in self.sums.items())
+        return not all(torch.equal(before, now[device]) for device, before in self.checksums.items())
 
 
 @torch.no_grad()

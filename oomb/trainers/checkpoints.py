@@ -2,6 +2,11 @@
 
 A folder named `checkpoint-6` is complete, whatever ended the process that wrote it: `oomb.utils.files` renames it into
 place after its files, the manifest among them, have reached the disk.
+
+    model.safetensors or adapter_model.safetensors, config.json    transformers, PEFT
+    optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json  transformers
+    oomb_state.json                                                `resume`: what transformers does not restore
+    oomb_manifest.json                                             `seal`, last: sizes and checksums of the others
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ VERSION = 2
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STEADY_NS = 2 * 10**9
+"""Age from which a file's time stamp tells whether it was written to since. File systems count in up to 2 s (FAT)."""
 _verified: set[tuple[Path, tuple[Any, ...]]] = set()
 """Checkpoints that this process has read in full, with the state of their files at that time. A resume verifies a
 checkpoint more than once and reads it once."""
@@ -87,10 +93,10 @@ def check(folder: Path | str, only: Callable[[str], bool] = lambda name: True) -
     folder = Path(folder)
     problem = _problem(folder, only=only)
     if problem is not None:
-        raise BrokenCheckpoint(f"{problem}; {instead_of(folder)}")
+        raise BrokenCheckpoint(f"{problem}; {resume_advice(folder)}")
 
 
-def instead_of(folder: Path) -> str:
+def resume_advice(folder: Path) -> str:
     """Return what to do when a checkpoint cannot be used: resume from the newest complete one before it."""
     match = _CHECKPOINT.fullmatch(folder.name)
     older = [other for other in find(folder.parent) if match is None or step_of(other) < int(match[1])]

@@ -314,7 +314,7 @@ class ResumableTrainer(FiniteSteps):
                 error.add_note(f"while reading {folder}: was it written with this model, adapters and arguments?")
                 raise
             raise checkpoints.BrokenCheckpoint(
-                f"{folder} is damaged: {file}; {checkpoints.instead_of(Path(str(folder)))}"
+                f"{folder} is damaged: {file}; {checkpoints.resume_advice(Path(str(folder)))}"
             ) from error
 
     def _resume_logging(self) -> None:
@@ -385,5 +385,5 @@ def _check_shapes(optimizer: Any, folder: Path) -> None:
                 raise checkpoints.BrokenCheckpoint(
                     f"{folder} is damaged or belongs to another model: {name} in optimizer.pt has shape "
                     f"{tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}; "
-                    f"{checkpoints.instead_of(folder)}"
+                    f"{checkpoints.resume_advice(folder)}"
                 )

@@ -1,4 +1,8 @@
-"""Provide `oomb.Trainer`: `transformers.Trainer` with the engine in place of the model's forward."""
+"""Provide `oomb.Trainer`: `transformers.Trainer` with the engine in place of the model's forward.
+
+`Trainer` computes losses. Its base classes do the rest: `ResumableTrainer` checkpoints and resuming, `FiniteSteps` the
+checks for NaN and infinity.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,7 @@ class Trainer(ResumableTrainer):
         *positional: Any,
         engine_config: Config | None = None,
         optimizer: str | None = None,
+        max_skipped_steps: int | None = 0,
         **options: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
@@ -84,7 +89,7 @@ class Trainer(ResumableTrainer):
         self._has_states_on_host = False
         self._engine: Engine | None = None
         self._engine_of: tuple[nn.Module, torch.device] | None = None
-        super().__init__(model, args, *positional, **options)
+        super().__init__(model, args, *positional, max_skipped_steps=max_skipped_steps, **options)
         if offloaded is not None:
             if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
                 raise ValueError(f"got both optimizer={optimizer!r} and an optimizer or optimizer class: pass only one")
@@ -98,6 +103,7 @@ class Trainer(ResumableTrainer):
             )
         # The engine divides by the number of predicted tokens itself, whatever the model's own loss does.
         self.model_accepts_loss_kwargs = True
+        # transformers' own flag: its count of labels leaves out the first of each row, which nothing predicts.
         self._loss_shifts_labels = True
         # Creates the engine: an unsupported model raises before any data is read.
         self.engine.expect_optimizer(on_host=self._has_states_on_host)
@@ -138,6 +144,7 @@ class Trainer(ResumableTrainer):
         return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
 
     def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
+        """Return the loss of a batch. The TRL trainers override this to let TRL compute it."""
         check_inputs(inputs)
         # transformers applies mixed precision (bf16, fp16) in a wrapped `forward`, which the engine never calls.
         with self.accelerator.autocast():

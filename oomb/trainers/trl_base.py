@@ -76,8 +76,9 @@ class EngineForward:
 class TRLTrainer(Trainer):
     """Base class of the trainers on top of TRL.
 
-    TRL's trainer comes after `oomb.Trainer` in the method resolution order, so `super(Trainer, self)` is TRL's trainer
-    and skips what `oomb.Trainer` does with its own batches.
+    The method resolution order of `oomb.SFTTrainer` is SFTMixin, TRLTrainer, oomb.Trainer (the loss),
+    ResumableTrainer (checkpoints), FiniteSteps (NaN), trl.SFTTrainer, transformers.Trainer. TRL computes its own losses
+    from batches of its own, so `super(Trainer, self)` below skips what `oomb.Trainer` overrides, and nothing else.
     """
 
     trl_class: type
@@ -101,8 +102,14 @@ class TRLTrainer(Trainer):
             # Check now, before TRL tokenizes the data. A model given by name is checked after TRL has loaded it.
             unwrap(model)
             _reject_router_loss(model, args)
-        named["max_skipped_steps"] = max_skipped_steps
-        super().__init__(model, without_offloading(args), engine_config=engine_config, optimizer=optimizer, **named)
+        super().__init__(
+            model,
+            without_offloading(args),
+            engine_config=engine_config,
+            optimizer=optimizer,
+            max_skipped_steps=max_skipped_steps,
+            **named,
+        )
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
                 "the training data has images, which the engine does not read: remove the columns image and images, or "

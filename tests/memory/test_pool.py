@@ -278,7 +278,7 @@ class StoresComeAndGo(RuleBasedStateMachine):
         end = min(first + length, tracked.end)
         dk = self.numbers(1, tracked.k.shape[2], end - first, 2)
         tracked.grad[layer][:, :, first:end] += dk
-        tracked.store.add_grad(layer, first, dk, -dk, seed=0)
+        tracked.store.add_grad(layer, first, dk, -dk, chunk_start=0)
 
     def can_train(self) -> list[Tracked]:
         return [tracked for tracked in self.live if "grad" in tracked.store.pages.kinds and tracked.end]

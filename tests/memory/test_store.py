@@ -167,9 +167,9 @@ def test_gradient_pages_are_created_when_first_written(tiers: Tiers) -> None:
     row = store.layers[0].grad.num_bytes
     assert tiers.used_bytes(GPU) + tiers.used_bytes(HOST) == 9 * 4 * row
     share = torch.ones(B, K, 6, D, dtype=torch.float64), torch.ones(B, K, 6, V, dtype=torch.float64)
-    store.add_grad(0, 13, *share, seed=0)  # pages 3 and 4, one in each tier
+    store.add_grad(0, 13, *share, chunk_start=0)  # pages 3 and 4, one in each tier
     assert (tiers.used_bytes(GPU), tiers.used_bytes(HOST)) == (5 * 4 * row, 6 * 4 * row)
-    store.add_grad(0, 12, *share, seed=0)
+    store.add_grad(0, 12, *share, chunk_start=0)
     assert (tiers.used_bytes(GPU), tiers.used_bytes(HOST)) == (5 * 4 * row, 6 * 4 * row)
 
 
@@ -187,7 +187,7 @@ def test_pages_have_the_configured_dtypes(tiers: Tiers, gpu_tokens: int) -> None
     assert spec.grad.num_bytes == row_bytes(B * K * D * 8, B * K * V * 8)
     tiny = torch.full((B, K, CHUNK, D), 1e-12, dtype=torch.float64), torch.zeros(B, K, CHUNK, V, dtype=torch.float64)
     for share in (torch.ones_like(tiny[0]), tiny[0]):
-        store.add_grad(0, 0, share, tiny[1], seed=0)
+        store.add_grad(0, 0, share, tiny[1], chunk_start=0)
     dk, _ = store.add_future_grads(0, 0, CHUNK, torch.zeros_like(tiny[0]), tiny[1])
     assert torch.equal(dk, torch.full_like(dk, 1 + 1e-12))
 
@@ -198,7 +198,7 @@ def test_rounding_does_not_depend_on_the_tier(grad_dtype: torch.dtype) -> None:
     for gpu_tokens, page_size in itertools.product(PLACEMENTS, (1, 4, 16)):
         layers = {0: layer_spec(torch.float32, grad_dtype=grad_dtype)}
         store = make_store(Tiers(CPU), layers=layers, gpu_tokens=gpu_tokens, page_size=page_size)
-        store.seed = 5
+        store.rounding_seed = 5
         torch.manual_seed(1)
         for start in (35, 28, 21):
             shares = torch.randn(B, K, start, D), torch.randn(B, K, start, V)
@@ -209,7 +209,7 @@ def test_rounding_does_not_depend_on_the_tier(grad_dtype: torch.dtype) -> None:
     others = []
     for seed in (5, 6):
         store = make_store(Tiers(CPU), layers=layers)
-        store.seed = seed
+        store.rounding_seed = seed
         for start in (28, 35):
             store.past(0, start, start + CHUNK).add_grad(0, *(torch.full((B, K, CHUNK, n), 1 / 3) for n in (D, V)))
         others.append(store.add_future_grads(0, 0, CHUNK, *nothing)[0])
@@ -241,9 +241,9 @@ def test_bytes_are_counted(tiers: Tiers) -> None:
     tiers.reset_counters()
     assert tiers.streams.loaded_bytes == tiers.streams.stored_bytes == 0
     shares = torch.ones(B, K, 14, D, dtype=torch.float64), torch.ones(B, K, 14, V, dtype=torch.float64)
-    store.add_grad(0, 7, *shares, seed=0)  # fresh: nothing to load, tokens 8 to 20 to store
+    store.add_grad(0, 7, *shares, chunk_start=0)  # fresh: nothing to load, tokens 8 to 20 to store
     assert (tiers.streams.loaded_bytes, tiers.streams.stored_bytes) == (0, 13 * grad)
-    store.add_grad(0, 7, *shares, seed=0)
+    store.add_grad(0, 7, *shares, chunk_start=0)
     assert (tiers.streams.loaded_bytes, tiers.streams.stored_bytes) == (13 * grad, 26 * grad)
     store.add_future_grads(0, 14, 21, *(x[:, :, :7] for x in shares))
     assert tiers.streams.loaded_bytes == 20 * grad
@@ -366,7 +366,7 @@ def test_a_dropped_store_is_collected(tiers: Tiers) -> None:
     store = make_store(tiers)
     fill(store)
     store.add_grad(
-        0, 0, torch.ones(B, K, 3, D, dtype=torch.float64), torch.ones(B, K, 3, V, dtype=torch.float64), seed=0
+        0, 0, torch.ones(B, K, 3, D, dtype=torch.float64), torch.ones(B, K, 3, V, dtype=torch.float64), chunk_start=0
     )
     del store
     gc.collect()

@@ -91,7 +91,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def our_imports(path: Path) -> set[str]:
-    """The entries of the package that a file imports. What `oomb/__init__.py` defines itself is no module."""
+    """The entries of the package that a file imports. What `oomb/__init__.py` defines itself is not a module."""
     names = {name.split(".")[1] for name, _ in imports(path) if name.startswith("oomb.")}
     return {name for name in names if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()}
 
@@ -214,7 +214,7 @@ def test_an_installed_package_has_its_types(tmp_path: Path) -> None:
 def test_the_public_names() -> None:
     for name in oomb.__all__:
         assert getattr(oomb, name)
-    # Those that need TRL are no part of `from oomb import *`.
+    # Those that need TRL are not part of `from oomb import *`.
     assert dir(oomb) == sorted([*oomb.__all__, "DPOTrainer", "SFTTrainer"])
     with pytest.raises(AttributeError, match="it has Config, DPOTrainer, Engine"):
         _ = oomb.Enginge
@@ -330,7 +330,7 @@ def test_the_architecture_page_names_what_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     listed = set(re.findall(r"^\| `(oomb/[\w/]+\.py)` \|", text, re.MULTILINE))
     assert listed == {str(path.relative_to(ROOT)) for path in modules().values() if path.name != "__init__.py"}
-    named = set(re.findall(rf"\b((?:{'|'.join(LEVEL)})/[a-z0-9_/]+)", text))
+    named = set(re.findall(rf"(?<!tests/)\b((?:{'|'.join(LEVEL)})/[a-z0-9_/]+)", text))
     assert len(named) > 100
     for name in named:
         assert (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file(), name
@@ -391,7 +391,7 @@ def test_the_tests_run_with_releases_that_the_package_takes() -> None:
         if one.name not in come_with:
             assert exact.version in taken[one.name], one
     [transformers] = [one for one in pinned if one.name == "transformers"]
-    versions = re.search(r"transformers (\S+) and (\S+), those", (ROOT / "docs" / "limits.md").read_text())
+    versions = re.search(r"transformers (\S+) and (\S+), and the model", (ROOT / "docs" / "limits.md").read_text())
     assert versions is not None
     assert str(transformers.specifier) == f"=={versions[2]}"
     assert f">={versions[1].removesuffix('.0')}" in str(taken["transformers"]).split(",")
