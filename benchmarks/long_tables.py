@@ -6,6 +6,7 @@ that are not there.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from common import exists, load, markdown_table, seconds, steps
@@ -84,7 +85,8 @@ def long_steps() -> list[str]:
     )
     if any(row["limit"] for row in rows):
         notes = (
-            "The 24 GiB row is a limit on the same H200: it computes at full speed, which a 24 GiB card does not. "
+            "The 24 GiB row was measured on the same H200 with its memory limited, so it computes at the H200's full "
+            "speed; a 24 GiB card is slower. "
         ) + notes
     return [
         "",
@@ -145,6 +147,8 @@ def why_no_more(row: dict[str, Any]) -> list[str]:
         return []
     # "4,194,304 tokens do not fit: ... (... are free); 3,792,896 tokens would", the last part only if any would.
     why, _, reach = row["problem"].removeprefix(refused).rpartition(" (")
+    # Older files say "and 8 GiB are there".
+    why = re.sub(r"\band ([\d.,]+ [KMGT]iB) are there\b", r"but only \1 are available", why)
     text = (
         f'`oomb plan` on a longer context with all weights: "{why}" The host memory it counts excludes the optimizer '
         f"states and {SPARE_HOST_BYTES >> 30} GiB that stay free."

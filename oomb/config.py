@@ -62,8 +62,8 @@ def setting(
         panel: Group of settings it is listed in.
         choices: All accepted values.
         unit: "tokens" can be written 32K on the command line and in YAML, "bytes" 24GiB.
-        minimum: Smallest accepted number.
-        below: Upper bound, not accepted itself.
+        minimum: Smallest number `TrainSettings` accepts. `Config` checks its own in `__post_init__`.
+        below: Upper bound, not accepted itself; likewise.
         kind: How YAML values are read: "words" takes a list, "checkpoint" takes true, "strategy" takes no for false.
         has_flag: Whether commands have a flag for it.
     """
@@ -107,8 +107,8 @@ class Config:
     )
     host_memory: int | str = setting(
         "auto",
-        "Pinned host memory for the same, used when the GPU's share is full. 0: none. auto: up to 90% of free host "
-        "memory, of which attention outputs take at most 75%.",
+        "Pinned host memory for pages and saved attention outputs, used when the GPU's share is full. 0: none. auto: "
+        "up to 90% of free host memory, of which attention outputs take at most 75%.",
         unit="bytes",
     )
     page_budget: int | None = setting(
@@ -120,8 +120,8 @@ class Config:
     )
     page_rule: Literal["mass", "paper"] = setting(
         "mass",
-        "How pages are ranked for page_budget. mass: by estimated attention mass, always with the first "
-        "page. paper: as in arXiv 2602.02108, without it, for comparison.",
+        "How pages are ranked for page_budget. mass: by estimated attention mass; the first page is always included. "
+        "paper: as in arXiv 2602.02108, which does not always include the first page; for comparison.",
         choices=tuple(MEANS_OF_RULE),
     )
     kernels: Literal["auto", "cudnn", "flash", "torch"] = setting(
@@ -151,9 +151,9 @@ class Config:
     )
     keep_attention: bool | Literal["auto"] = setting(
         "auto",
-        "Save attention outputs in the fill pass, so the gradient pass computes no attention forward. This takes "
-        "hidden size x layers x tokens of GPU or host memory: 200 KiB per token for a 7B model in bfloat16. auto: as "
-        "many as fit, last tokens first.",
+        "Save attention outputs in the fill pass, so the gradient pass does not recompute the attention forward. This "
+        "takes hidden size x layers x tokens of GPU or host memory: 200 KiB per token for a 7B model in bfloat16. "
+        "auto: as many as fit, last tokens first.",
         choices=("auto", True, False),
     )
     kv_dtype: str = setting(

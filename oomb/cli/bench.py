@@ -48,7 +48,8 @@ def bench(
         Path | None,
         typer.Option(
             "--selection_map",
-            help="With --page_budget: plot which pages of a text one layer reads to this file; needs matplotlib.",
+            help="With --page_budget: plot which pages of a text one layer reads, and save the plot to this file. "
+            "Needs matplotlib.",
         ),
     ] = None,
     selection_layer: Annotated[int, typer.Option("--selection_layer", help="The layer to plot.")] = 0,

@@ -32,7 +32,7 @@ def one_clear_message() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        Console(stderr=True).print("[bold red]ended by Ctrl-C[/]")
+        Console(stderr=True).print("[bold red]interrupted by Ctrl-C[/]")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except SettingError as error:
         _fail(f"--{error}", error)

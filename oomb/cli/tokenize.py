@@ -67,7 +67,7 @@ def tokenize(
     ] = "16MiB",
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Start over if the folder has other tokens.", rich_help_panel=OUTPUT),
+        typer.Option("--overwrite", help="Start over if the folder holds different tokens.", rich_help_panel=OUTPUT),
     ] = False,
     *,
     loading: dict[str, Any],

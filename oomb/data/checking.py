@@ -24,7 +24,7 @@ def no_report(done: int, total: int) -> None:
 
 
 def read_index(folder: Path, manifest: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return where documents end, and the spans with a loss (None: all tokens have one).
+    """Return where documents end, and the spans that loss is computed on (None: all tokens).
 
     Raises:
         ValueError: One of them is damaged, or a file of the folder is missing or has the wrong size.

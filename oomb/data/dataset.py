@@ -127,7 +127,7 @@ def open_dataset(
     if tokens.loss_spans is not None and packing == "windows" and len(bounds_N2) < len(tokens) // max_length:
         left_out = len(tokens) // max_length - len(bounds_N2)
         notes += (f"{count(left_out, 'example')} without a token to predict left out",)
-    # At most a fifth, but one example as soon as there are two.
+    # At most a fifth, but always at least one if there are two or more.
     split_at = min(num_held_out, max(len(bounds_N2) // 5, 1), len(bounds_N2) - 1)
     end = None if num_train is None else split_at + num_train
     return Split(
@@ -262,7 +262,7 @@ def _tokenize(
 
 def _check_enough_text(name: str, tokens: Tokens, stats: EncodeStats, max_length: int, unit: str) -> None:
     if len(tokens) >= max_length:
-        raise ValueError(f"{name} has nothing to train on: no document has a token with a loss")
+        raise ValueError(f"{name} has nothing to train on: no document has a token to predict")
     remedy = "give more text"
     if len(tokens) >= SHORTEST_ADVISED:
         remedy = f"set --max_length to {len(tokens)} or less, or give more text"

@@ -160,7 +160,7 @@ def _is_hidden(relative: Path) -> bool:
 
 
 def _in_fixed_order(files: list[Path], root: Path) -> list[Path]:
-    """Sort files by a checksum of their names. That looks random, so the first files are a fair sample."""
+    """Sort files by a checksum of their names. That looks random, so the first files are a representative sample."""
 
     def key(path: Path) -> tuple[int, str]:
         name = path.relative_to(root).as_posix()

@@ -1,4 +1,4 @@
-"""Turn records into token ids and the spans that have a loss. Without a tokenizer, a token is a byte."""
+"""Turn records into token ids and the spans that loss is computed on. Without a tokenizer, a token is a byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BYTE_IDS = 258
 """Vocabulary needed to read bytes: 256 byte values, the separator and padding."""
 
 TEXT, MESSAGES, COMPLETION = "text", "messages", "completion"
-"""Kinds of records. Messages have a loss on the assistant's turns, completions on the completion."""
+"""Kinds of records. Loss is computed on all of a text, on the assistant's turns of messages, and on completions."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Encoded:
 
     ids: np.ndarray
     spans: np.ndarray | None
-    """[R, 2]: token spans with a loss. None: every token has one."""
+    """[R, 2]: token spans that loss is computed on. None: every token."""
     ends_document: bool
     record: int = 0
     """Index of its record in the source."""
@@ -48,7 +48,7 @@ class EncodeStats:
     num_empty: int = 0
     first_empty: str | None = None
     num_unlearnt: int = 0
-    """Conversations without a token that has a loss."""
+    """Conversations without a token that loss is computed on."""
     first_unlearnt: str | None = None
     not_text: list[str] = field(default_factory=list)
     """Paths of files that are not text."""

@@ -3,7 +3,7 @@
     manifest.json      source, tokenizer and shards; "complete" once the folder is
     tokens-00000.npy   token ids of a shard; each shard continues the one before
     documents.npy      where documents end in the whole sequence
-    learnt.npy         [R, 2]: the spans that have a loss, if not every token has one
+    learnt.npy         [R, 2]: the spans that loss is computed on, unless that is every token
 
 The manifest has a checksum of each of these files and of itself.
 

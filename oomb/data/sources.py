@@ -71,7 +71,7 @@ class Source(ABC):
         """Return the files that are read."""
 
     def order(self, seed: int) -> np.ndarray:
-        """Return a shuffled order: files of records are often sorted, so their beginning is no fair sample."""
+        """Return a shuffled order: records are often sorted, so the first ones are not a representative sample."""
         return shuffled(len(self), seed)
 
 

@@ -44,7 +44,7 @@ class Job:
     """Bytes of the source per shard. With smaller shards a kill loses less, but there are more files."""
     num_proc: int = 1
     overwrite: bool = False
-    """Start over if the folder has other tokens."""
+    """Start over if the folder holds different tokens."""
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ class Origins:
 
 
 class Tokens:
-    """One token sequence, its document ends, and its spans with a loss.
+    """One token sequence, its document ends, and the spans that loss is computed on.
 
     Args:
         parts: Arrays that make up the sequence.
         ends: Where each document ends.
-        spans: [R, 2], sorted: the spans that have a loss. None: every token has one.
+        spans: [R, 2], sorted: the spans that loss is computed on. None: every token.
         origins: The records that the tokens came from, if they are known.
     """
 

@@ -50,7 +50,7 @@ SAFETY_FACTOR = 1.25
 """A measurement is skipped if its predicted memory times this factor is not free."""
 
 OnProgress = Callable[[str, int, int, int], None]
-"""Called with mode, context, units of work done, units in all; 0, 0 when the process starts."""
+"""Called with mode, context, units of work done, total units; 0, 0 when the process starts."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def compare_steps(
         contexts: Numbers of tokens.
         chunk_size: Tokens per chunk of oomb.
         device: "auto", "cpu" or "cuda".
-        on_progress: Called as a measurement proceeds, with mode, context, units of work done and units in all.
+        on_progress: Called as a measurement proceeds, with mode, context, units of work done and total units.
         on_result: Called with mode, context and the measurement when it is done or skipped.
 
     A context whose memory, extrapolated from the shorter ones, is not free is skipped and says so in `problem`.

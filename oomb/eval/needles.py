@@ -105,7 +105,7 @@ class Answer:
     length: int
     depth: int
     is_right: float
-    """1 if the right code is the most likely candidate, 1/n if it ties with others for n candidates in all."""
+    """1 if the right code is the most likely candidate, 1/n if n candidates tie for it."""
     share: float
     """Probability of the right code, normalized over the candidates."""
     is_exact: bool

@@ -27,8 +27,8 @@ activations in the fill pass and in the gradient pass."""
 
 
 OUTSIDE = (
-    "{} was called from outside of an engine's pass, by another thread or a callback, while the engine computes its "
-    "model: call the model when the pass is over, or use engine.loss or engine.logprobs, which wait for it"
+    "{} was called by another thread or a callback while an engine was running a pass over the model: wait until the "
+    "pass is over, or use engine.loss or engine.logprobs, which wait for it"
 )
 
 

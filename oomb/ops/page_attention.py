@@ -235,7 +235,8 @@ def _tiling(kernel: str, q: Tensor, pages: Pages, tile_size: int) -> tuple[int, 
     if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED_BYTES)
-    # Wide heads need registers for accumulators, and float32 products for themselves: they have no matrix instruction.
+    # Wide heads need registers for accumulators, and float32 needs them for the products, since it has no matrix
+    # instruction.
     max_tokens = 32 if size == 4 else 128 if width <= 256 else 64
     tiling = (16, 16, 4, 1)
     for queries, tokens, num_warps, num_stages in TILINGS[kernel]:

@@ -156,7 +156,7 @@ def explain(shortfall: Shortfall, request: PlacementRequest, placement: Placemen
 
 
 def remedies(request: PlacementRequest) -> str:
-    """Return what would make a request fit that does not: other settings, more memory or a shorter context."""
+    """Return what would make a request fit if it does not: other settings, more memory or a shorter context."""
     longest = longest_context(request)
     text = f"With these settings the longest context that fits is {longest:,} tokens. " if longest else ""
     options, memory = engine_options(request), enough_host_bytes(request)

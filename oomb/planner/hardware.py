@@ -15,7 +15,7 @@ from oomb.utils.units import GIB, parse_memory
 
 PCIE_5_BYTES_PER_SECOND = 45e9
 """Bytes per second between host memory and GPU, each way, with both directions busy. An H200 on PCIe 5 reaches 47e9
-alone and less next to computation."""
+alone and less during computation."""
 PCIE_4_BYTES_PER_SECOND = PCIE_5_BYTES_PER_SECOND / 2
 
 

@@ -48,7 +48,7 @@ def place(request: PlacementRequest) -> tuple[Placement, Shortfall | None]:
     is_checkpointed = config.checkpoint_layers is True
     if config.checkpoint_layers == "auto" and request.needs_grad:
         whole = sum(chunk_memory(request, is_checkpointed=False, keeps_all_outputs=False).values())
-        # Later steps reuse what is decided for the first one, and have optimizer states next to them.
+        # Later steps reuse what is decided for the first one, and hold optimizer states too.
         is_checkpointed = whole > SAFETY_SHARE * (request.available - request.optimizer_bytes)
         if not is_checkpointed:
             (fast, shortfall), (lean, lean_shortfall) = (_place_outputs(request, lean) for lean in (False, True))
@@ -251,7 +251,7 @@ def _shortfall(request: PlacementRequest, placement: Placement, step_bytes: int,
 
 
 def _table_bytes(request: PlacementRequest) -> int:
-    """Return the GPU memory of sparse layers next to their pages: page means, selections, addresses."""
+    """Return the GPU memory of sparse layers besides their pages: page means, selections, addresses."""
     if not request.sparse_layers:
         return 0
     spec, layers = _spec(request), [request.shape.layers[index] for index in request.sparse_layers]
@@ -298,7 +298,7 @@ def _staging(request: PlacementRequest, keeps: bool) -> int:
 
 
 def _gpu_budget(request: PlacementRequest, step_bytes: int, staging: int) -> float:
-    """Return the GPU memory for what grows with the context, next to `step_bytes` and `staging`."""
+    """Return the GPU memory for what grows with the context, besides `step_bytes` and `staging`."""
     left = request.available - step_bytes
     if request.config.gpu_memory == "auto":
         return max(0.0, SAFETY_SHARE * (left - request.optimizer_bytes) - staging)

@@ -34,10 +34,10 @@ sampled for it."""
 DEQUANTIZED_BYTES_PER_SECOND = 370e9
 """Rate at which selected 8-bit pages are dequantized and their gradients quantized, in 8-bit bytes. Fitted to what two
 steps of Qwen2.5-7B (3,768,320 and 4,194,304 tokens) took beyond the other terms; both are then within 1%. No profile
-shows it in isolation: some of it may come with the length, since 16-bit pages show 4% of it at 1,048,576 tokens. It is
-scaled by TFLOP/s like the other rates, although memory bandwidth limits it more than arithmetic does."""
+shows it in isolation: some of it may be due to the context length, since 16-bit pages show 4% of it at 1,048,576
+tokens. It is scaled by TFLOP/s like the other rates, although memory bandwidth limits it more than arithmetic does."""
 MAX_CHUNKS = 1 << 13
-"""Number of chunks that are evaluated one by one; of more, one stands for its neighbors."""
+"""Up to this many chunks are evaluated one by one; beyond that, evenly spaced chunks each represent their neighbors."""
 
 
 def predict_seconds(request: PlacementRequest, placement: Placement, machine: Machine) -> float | None:

@@ -1,4 +1,4 @@
-"""Search for the settings with which a context fits that does not fit as asked, and for faster ones.
+"""Search for settings that make a context fit when it does not fit as requested, and for faster settings.
 
 Changes are tried from cheapest to most expensive (`fit.ChangeCost`), and those that prove unnecessary are dropped. LoRA
 comes last, because it trains something else. If attention to the whole past takes hours, a page budget is part of the
@@ -40,7 +40,8 @@ does not fit at once, a step is one sequence."""
 SPARSE_PAGES: Settings = {"page_budget": 64, "page_size": 128}
 """The page budget that was measured."""
 WORTHWHILE = 0.95
-"""A context counts as the longest if no further change adds more than the rest of it."""
+"""Reaching this fraction of the longest possible context counts as reaching it; changes that would only add the rest
+are not suggested."""
 MAX_GPU_BYTES = 1 << 50
 """Largest GPU that the search for a larger machine considers."""
 
@@ -86,8 +87,8 @@ class Suggestions:
     with_sparse: Suggestion | None = None
     """If it fits as asked but takes long: with a page budget."""
     larger_machine: Suggestion | None = None
-    """If no settings fit: on this machine with more host memory, or, if no host is enough, on the smallest GPU that is,
-    with the host memory that goes with it."""
+    """If no settings fit: on this GPU with more host memory or, if no amount of host memory is enough, on the smallest
+    GPU on which it fits, with the host memory needed alongside it."""
     wants_peft: bool = False
     """Whether LoRA could have helped but PEFT is not installed."""
 
@@ -171,7 +172,7 @@ class SettingsSearch:
         return self._suggest(self.request(config, settings, self.asked.length), settings, self.asked.length)
 
     def longest(self, config: Config) -> Suggestion | None:
-        """Return the same at the longest context, give or take what no further change is worth."""
+        """Return the cheapest suggestion that comes within 5% of the longest context any settings reach."""
         asked, options = self.asked.length, self.options(config)
         most = longest_reach(
             options, lambda some: longest_context(_all_auto_savings(self.request(config, some, asked)))
@@ -186,8 +187,8 @@ class SettingsSearch:
     def larger_machine(self, config: Config) -> Suggestion | None:
         """Return the suggestion on the smallest machine that has one.
 
-        That is this GPU with more host memory or, if no host is enough, the smallest GPU that is, with the host memory
-        that goes with it.
+        That is this GPU with more host memory or, if no amount of host memory is enough, the smallest GPU on which it
+        fits and the host memory needed alongside it.
         """
         here, search = self.asked.machine, self
         if self._enough_host(config) is None:

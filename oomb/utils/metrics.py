@@ -139,8 +139,8 @@ class MemoryMeter:
 class JsonLines:
     """A file with one JSON object per line, written line by line so a crash loses none.
 
-    If the disk is full, lines wait in memory until a later write succeeds. After the file is open no disk error is
-    raised: hours of training are worth more than a line.
+    If the disk is full, lines wait in memory until a later write succeeds. Once the file is open, `write` and `close`
+    only warn about disk errors, so that a failed write does not stop training.
 
     Args:
         path: the file. Its folder is created.
@@ -159,7 +159,7 @@ class JsonLines:
         self._whole_bytes = path.stat().st_size
         """Size of the file up to its last complete line. What follows is cut off before the next write."""
         if self._whole_bytes and not path.read_bytes().endswith(b"\n"):
-            # A killed run left half a line: end it, so the next line stands alone.
+            # A killed run left half a line: end it, so the next record starts on a new line.
             self._whole_bytes += self._file.write(b"\n")
 
     def write(self, **record: Any) -> None:
@@ -213,14 +213,14 @@ class JsonLines:
             warnings.warn(f"the last of {self.path} may not be on the disk ({late.strerror or late})", stacklevel=2)
 
     def _write_waiting(self) -> None:
-        """Write the waiting lines. A line is done when all of it is written."""
+        """Write the waiting lines. Each waits until all of it is written."""
         while self._waiting:
             if os.fstat(self._file.fileno()).st_size > self._whole_bytes:
                 self._file.truncate(self._whole_bytes)
             line, written = self._waiting[0], 0
             try:
                 while written < len(line):
-                    # A disk with little room takes a part of it.
+                    # A nearly full disk may take only part of it.
                     written += self._file.write(line[written:])
             except OSError:
                 if written:

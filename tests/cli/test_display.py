@@ -145,7 +145,7 @@ def test_ctrl_c_is_echoed_and_the_panel_stays_whole(terminal: Terminal) -> None:
     assert terminal.report() == {"at": [2, "gradient", 2]}
     terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4")
     terminal.press_ctrl_c()
-    said = "stopping at the next chunk and saving; Ctrl-C again ends without saving"
+    said = "stopping at the next chunk and saving; Ctrl-C again exits without saving"
     shown, _ = terminal.panel(80 - panel.MARGIN, "gradient, chunk 2/4", above=said)
     assert "\n".join(shown).count(said) == 1
     terminal.resume()

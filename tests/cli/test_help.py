@@ -173,7 +173,7 @@ def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkey
     monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *args: (ctrl_c(), evaluate(*args))[1])
     result = invoke("train", *TOY, "--output_dir", "out", "--sample_tokens", "0")
     assert result.exit_code == 0, result.output
-    assert result.output.count("skipping the held-out loss at the next chunk; Ctrl-C again ends the program") == 2
+    assert result.output.count("skipping the held-out loss at the next chunk; Ctrl-C again exits") == 2
     assert [event["event"] for event in records(here / "out")] == ["start", *["step"] * 3, "end"]
     assert AutoModelForCausalLM.from_pretrained(here / "out" / "model")
     # A second Ctrl-C ends the program, but the model is saved by then.
@@ -189,7 +189,7 @@ def test_ctrl_c_in_an_evaluation_skips_it_and_keeps_the_model(here: Path, monkey
     monkeypatch.setattr(trainer.Trainer, "evaluate", twice_after_training)
     result = invoke("train", *TOY, "--output_dir", "ended")
     assert result.exit_code == EXIT_INTERRUPTED
-    assert "ended by Ctrl-C; the trained model is in ended/model" in result.output
+    assert "interrupted by Ctrl-C; the trained model is in ended/model" in result.output
     assert AutoModelForCausalLM.from_pretrained(here / "ended" / "model")
 
 
@@ -220,14 +220,14 @@ def test_ctrl_c_in_training(here: Path, monkeypatch: pytest.MonkeyPatch, times: 
     monkeypatch.setattr(TrainingDisplay, "on_step_end", interrupted)
     result = invoke("train", *TOY, "--output_dir", "out", "--max_steps", "9", "--save_steps", "1")
     assert result.exit_code == EXIT_INTERRUPTED, result.output
-    assert "stopping at the next chunk and saving; Ctrl-C again ends without saving" in result.output
+    assert "stopping at the next chunk and saving; Ctrl-C again exits without saving" in result.output
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if times == 2:
-        assert "ended by Ctrl-C; nothing was saved" in result.output
+        assert "interrupted by Ctrl-C; nothing was saved" in result.output
         assert not (here / "out" / "model").exists()
         return
     assert "stopped after step 2 of 9; the model after that step is in out/model" in result.output
-    assert "saving; the program ends after that" in result.output
+    assert "saving, then exiting; press Ctrl-C again to exit without saving" in result.output
     assert "training loss" in result.output
     assert re.search(r"^  \S*oomb train out/config.yaml --resume_from_checkpoint$", result.output, re.MULTILINE)
 

@@ -38,7 +38,7 @@ def test_a_plan_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     arguments = ["--model", "qwen2.5-7b", "--context", "256K", "--gpu", "H200", "--host", "64GiB"]
     result = invoke("plan", *arguments, "--chunk_size", "8K", "--output", figures, "--plot", picture)
     assert result.exit_code == 0, result.output
-    for words in ("weights", "14.19 GiB", "optimizer states", "grows with the context", "GPU in all", "host in all"):
+    for words in ("weights", "14.19 GiB", "optimizer states", "grows with the context", "GPU total", "host total"):
         assert words in result.output
     assert "longest context that fits" in result.output and "262,144 tokens" in result.output
     assert "time of a step: about" in result.output and "not measured" not in result.output

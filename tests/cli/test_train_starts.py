@@ -76,7 +76,7 @@ def fail() -> None:
     ("happens", "code", "said"),
     [
         (terminate, EXIT_TERMINATED, "stopped after step 0 of 2; nothing was saved; the same command starts again"),
-        (ctrl_c_twice, EXIT_INTERRUPTED, "ended by Ctrl-C; nothing was saved; the same command starts again"),
+        (ctrl_c_twice, EXIT_INTERRUPTED, "interrupted by Ctrl-C; nothing was saved; the same command starts again"),
         (fail, 2, "the GPU has fallen off the bus"),
     ],
 )

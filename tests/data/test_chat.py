@@ -1,4 +1,4 @@
-"""Conversations and completions: which tokens have a loss, and what is refused."""
+"""Conversations and completions: which tokens loss is computed on, and what is refused."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def job_of(folder: Path, **options: Any) -> Job:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Several shards of completions in bytes; prompts have no loss."""
+    """Several shards of completions in bytes; no loss is computed on prompts."""
     rows = [{"prompt": f"What is {i}? ", "completion": f"{i} is a number. " * (1 + i % 5)} for i in range(40)]
     write_lines(tmp_path / "source.jsonl", *rows)
     assert tokenize(job_of(tmp_path / "tokens")).num_shards > 3
@@ -48,7 +48,7 @@ def replace_array(path: Path, values: np.ndarray) -> None:
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """As an earlier release wrote it, without the checksums that have come since, and with something else changed."""
+    """Rewrite the manifest as an earlier release wrote it, without the newer checksums, and with another change."""
     path = folder / shards.MANIFEST
     manifest = json.loads(path.read_text())
     for key in ("checksum", "sha256"):
@@ -58,7 +58,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -
 
 
 def allow(folder: Path, name: str) -> None:
-    """Write the checksum of a shard as it is into the manifest, so that what is in it is judged."""
+    """Write the current checksum of a shard to the manifest, so that the check reaches its content."""
     sums = {name: shards.write_array(folder / name, np.load(folder / name))}
 
     def change(manifest: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def test_another_dtype_of_the_same_size_is_found(folder: Path) -> None:
 def test_negative_ids_are_found(folder: Path) -> None:
     replace_array(folder / SHARD, -np.load(folder / SHARD).astype("<i2"))
     refused(folder, SHARD, "its dtype is int16, but must be uint16")
-    # Also where the checksum is that of the file.
+    # Also if the checksum matches the file.
     allow(folder, SHARD)
     refused(folder, SHARD, "its dtype is int16, but must be uint16")
 
@@ -113,7 +113,7 @@ def test_ids_beyond_the_largest_are_found(folder: Path) -> None:
 
 
 def test_a_short_shard_is_found(folder: Path) -> None:
-    """The file is as large as it was, and its header tells of fewer tokens than the manifest."""
+    """The file has its old size, but its header has fewer tokens than the manifest."""
     path = folder / SHARD
     num_tokens = len(np.load(path))
     content = path.read_bytes()
@@ -127,7 +127,7 @@ def test_a_short_shard_is_found(folder: Path) -> None:
     [(shards.DOCUMENTS, "[0-9,]+ follows [0-9,]+"), (shards.LEARNT, "[0-9,]+ follows [0-9,]+")],
 )
 def test_places_out_of_order_are_found(folder: Path, name: str, reason: str) -> None:
-    """Where no checksum tells, as in folders of earlier releases."""
+    """Damage without a checksum to reveal it, as in folders of earlier releases."""
     places = np.load(folder / name)
     places[[3, 4]] = places[[4, 3]]
     replace_array(folder / name, places)
@@ -147,7 +147,7 @@ def test_places_beyond_the_tokens_are_found(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["../{}", "/tmp/{}", "{}/../../{}"])
 def test_a_manifest_cannot_name_files_elsewhere(folder: Path, name: str) -> None:
-    """The shard is moved to where the name leads, so that it could be read."""
+    """The shard is moved to the path in the manifest, so that it could be read."""
     name = name.replace("/tmp", str(folder.parent)).replace("{}/..", "sub/..").replace("{}", SHARD)
     (folder / "sub").mkdir()
     (folder / SHARD).rename(folder / name)
@@ -181,7 +181,7 @@ def test_a_manifest_that_lacks_something_is_named(folder: Path, change: Callable
 
 
 def test_a_manifest_that_cannot_be_parsed_is_named_and_overwritten_when_asked(folder: Path) -> None:
-    """Unchecked, it would be read as one of the texts of an ordinary folder."""
+    """Without a check, it would be read as a text of an ordinary folder."""
     expected = examples(opened(folder).train)
     flip(folder / shards.MANIFEST, 0)
     refused(folder, shards.MANIFEST, "it cannot be read as JSON")

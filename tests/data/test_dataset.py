@@ -58,7 +58,7 @@ def test_the_held_out_examples_are_the_first_however_many_are_trained_on(tmp_pat
     file = tmp_path / "a.txt"
     file.write_bytes(bytes(range(1, 101)))
     split = load(str(file), max_length=10, num_held_out=3, num_train=num_train)
-    # A fifth of the ten examples at most.
+    # At most a fifth of the ten examples.
     assert tokens_of(split.held_out) == list(range(1, 21))
     assert tokens_of(split.train) == list(range(21, 101))[: (num_train or 8) * 10]
 

@@ -83,7 +83,7 @@ def test_json_that_is_no_list_of_records_is_text(tmp_path: Path) -> None:
     write_lines(path, {"messages": HELLO}, {"messages": HELLO})
     with pytest.raises(ValueError, match=r"a\.json has JSON lines: rename it to .*a\.jsonl$"):
         opened(path)
-    # Among other files it is a text like them.
+    # Among other files it is a text like any other.
     (tmp_path / "a.py").write_text("a = 1\n")
     assert opened(tmp_path, max_length=2).num_documents == 2
 
@@ -105,10 +105,10 @@ def test_files_without_text_are_named_by_every_command(
     )  # fmt: skip
     whole = opened(Path("d"), join=join)
     assert whole.notes == (said,)
-    # Small shards, so that the two files lie in different ones.
+    # Small shards, so that the two files are in different ones.
     command = ("tokenize", "--dataset", "d", "--join", join, "--output", "t", "--shard_size", "10", "--num_proc", "1")
     assert said in invoke(*command).output
-    # The second time all is there already.
+    # The second time, everything is already there.
     assert said in invoke(*command).output
     assert opened(Path("t")).notes == (said,)
     if join == "documents":
@@ -141,7 +141,7 @@ def test_hub_ids_are_not_taken_for_paths(tmp_path: Path, monkeypatch: pytest.Mon
     for path in ("data/train.jsonl", "data/words.txt", "./a/b", "/a/b", "../a/b", "a/b/c", "~/a/b", "name"):
         with pytest.raises(ValueError, match=r"does not exist\. Name a text file"):
             open_source(path)
-    # Within a folder that is there, a name was mistyped.
+    # The parent folder exists, so the name is mistyped.
     Path("HuggingFaceH4/ultrachat").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"does not exist; did you mean 'HuggingFaceH4/ultrachat'\?"):
         open_source(name)

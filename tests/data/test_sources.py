@@ -26,13 +26,13 @@ from oomb.data.tokens import Examples, Tokens
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_lines_of_text_are_documents(tmp_path: Path, name: str) -> None:
     words = [f"document {i} ä" for i in range(20)]
-    # Blank lines are none, and the last line break is not needed.
+    # Blank lines do not count, and the last line break is optional.
     path = write_lines(tmp_path / name, *[{"text": word} for word in words[:10]], "", "\r")
     tail = write_lines(tmp_path / "tail.jsonl", *[{"text": word, "id": 1} for word in words[10:]]).read_bytes()[:-1]
     path.write_bytes(path.read_bytes() + (gzip.compress(tail) if name.endswith("gz") else tail))
     split = opened(path, packing="documents")
     assert sorted(texts(split)) == sorted(words)
-    assert texts(split) != words, "lines are often sorted: the first must be a fair sample"
+    assert texts(split) != words, "lines are often sorted: the first must be a representative sample"
     assert all(ids[-1] == SEPARATOR_ID and labels == ids for ids, labels in examples(split.train))
     assert (split.num_documents, split.packing, split.notes) == (20, "documents", ())
     assert texts(split) == texts(opened(path, packing="documents"))
@@ -102,7 +102,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
 def test_the_order_of_records_is_the_same_for_ever() -> None:
     assert shuffled(8, 0).tolist() == [3, 5, 7, 4, 1, 2, 6, 0]
     assert sorted(shuffled(1000, -3).tolist()) == list(range(1000))
-    # Its beginning is a fair sample.
+    # The first records are a representative sample.
     assert 400 < np.mean(shuffled(1000, 1)[:100]) < 600
 
 
@@ -148,7 +148,7 @@ def test_a_repository_is_one_document(tmp_path: Path) -> None:
     assert examples(split.train)[0][0].count(SEPARATOR_ID) == 1
     assert examples(split.train)[0][0][-1] == SEPARATOR_ID
     assert (split.num_documents, [path.name for path in split.skipped]) == (1, ["logo.png"])
-    # Only as much is read as is needed.
+    # Only what is needed is read.
     some = opened(tmp_path, packing="documents", join="repository", max_length=8, num_train=2, num_held_out=1)
     assert (len(some.train), some.num_documents) == (2, 1)
     assert some.num_tokens < split.num_tokens
@@ -178,7 +178,7 @@ def test_pieces_of_documents_predict_every_token_once(lengths: list[int], max_le
     stream = np.arange(ends[-1])
     has_loss = np.array(flips[: ends[-1]])
     edges = np.flatnonzero(np.diff(has_loss.astype(int), prepend=0, append=0)).reshape(-1, 2)
-    # Two arrays, so that some pieces lie in both.
+    # Two arrays, so that some pieces span both.
     half = len(stream) // 2
     tokens = Tokens([stream[:half], stream[half:]], ends, edges)
     windows = Examples(tokens, tokens.pieces(max_length))
@@ -202,10 +202,10 @@ def test_pieces_as_the_docstring_shows_them() -> None:
 def test_windows_of_conversations_without_a_loss_are_left_out(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "p" * 100, "completion": "c" * 20})
     split = opened(path, packing="windows", max_length=10)
-    # 121 tokens are 12 examples; tokens from 100 on have a loss.
+    # 121 tokens are 12 examples; loss is computed on tokens from 100 on.
     assert [ids[0] for ids, _ in examples(split.train)] == [ord("c")] * 2
     assert split.notes == ("10 examples without a token to predict left out",)
-    # The pieces 9 apart: the one at 99 is the first with a token of the completion.
+    # Pieces start 9 tokens apart: the one at 99 is the first with a token of the completion.
     assert len(opened(path, max_length=10).train) == 3
 
 
@@ -233,7 +233,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         opened(path, vocab_size=256)
     tokenizer = small_tokenizer()
     tokenizer.add_tokens(["<more>"])
-    # A padding token that the model does not know is no harm until it is used.
+    # A padding token outside the model's vocabulary does no harm until it is used.
     assert opened(path, tokenizer=tokenizer, vocab_size=400, max_length=2).num_documents == 1
     write_lines(path, {"text": "some <more> words"})
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the tokenizer gives the id 400, but .* a vocabulary of 400"):

@@ -90,7 +90,7 @@ def test_tokens_stay_on_disk(tmp_path: Path) -> None:
 
 
 def killed(action: Callable[[], object]) -> bool:
-    """Whether a copy of this process was killed by what it does there."""
+    """Return whether a forked copy of this process was killed while it ran the call."""
     child = os.fork()
     if child == 0:
         try:
@@ -153,8 +153,8 @@ def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
             if path.name[7:12] in finished:
                 assert path.stat().st_ino == inode, "a finished shard is not written again"
         most_kept = max(most_kept, again.num_kept)
-    # The manifest twice, tokens and record of each shard, the index; or the removal of each record. An array is
-    # written in several goes.
+    # Writes of the manifest (twice), of the tokens and record of each shard and of the index, or the removal of each
+    # record. An array is written in several calls.
     expected = result.num_shards if moment == "at a removal" else 2 * result.num_shards + 3
     assert num_kills == expected or (moment == "in a file" and num_kills > expected)
     assert most_kept == result.num_shards
@@ -188,7 +188,7 @@ shards.write_shard = write
 if __name__ == "__main__":
     main.app(sys.argv[1:])
 """
-"""Writes three shards, and reads no more than the beginning of any other. Workers run all but its last line."""
+"""Script that writes three shards and then stalls at the start of each later one. Workers run all but its last line."""
 
 
 @pytest.mark.timing
@@ -206,7 +206,7 @@ def test_two_processes_killed_and_started_again(tmp_path: Path) -> None:
     process = subprocess.Popen([str(word) for word in program], stdout=subprocess.DEVNULL, env=environment)
 
     def are_begun() -> bool:
-        """Three shards finished, and each of the workers in the middle of another."""
+        """Return whether three shards are finished and each worker is in the middle of another."""
         assert process.poll() is None
         return [len(list(tmp_path.glob(pattern))) for pattern in ("tokens/shard-*.json", "stuck-in-*")] == [3, 2]
 
@@ -268,7 +268,7 @@ def test_what_has_changed_is_named(tmp_path: Path, source: Path) -> None:
             tokenize(job(**options))
     assert files(output) == before
     assert tokenize(job(load_tokenizer=lambda: tokenizer, tokenizer_name="small", overwrite=True)).num_kept == 0
-    # Another name of the same tokenizer is no change.
+    # A different name for the same tokenizer is not a change.
     assert tokenize(job(load_tokenizer=small_tokenizer, tokenizer_name="the same")).num_kept > 0
     tokenizer.add_tokens(["<more>"])
     with pytest.raises(ValueError, match=r"small has changed since .*texts"):

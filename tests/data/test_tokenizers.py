@@ -34,7 +34,7 @@ def other_tokenizer() -> Any:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a model that has a tokenizer of its own, and a text."""
+    """A folder with a model that has its own tokenizer, another tokenizer, and a text."""
     monkeypatch.chdir(tmp_path)
     save_chats(3)
     other_tokenizer().save_pretrained("other")
@@ -55,7 +55,7 @@ def test_tokenizers_are_compared_by_what_they_give() -> None:
 
 @pytest.mark.parametrize("text", tokenizers.PROBES)
 def test_each_probe_can_tell(text: str) -> None:
-    """A single word that is one token here, and several there."""
+    """Each text has a word that is one token in one tokenizer and several in the other."""
     changed = small_tokenizer()
     changed.add_tokens([max(text.split(), key=len)])
     difference = difference_in_ids(small_tokenizer(), changed)
@@ -72,10 +72,10 @@ def test_special_tokens_of_the_same_name_have_the_same_ids() -> None:
 
 
 def test_a_token_may_be_special_to_one_of_them_alone() -> None:
-    """What the other makes of its letters, nobody asks for."""
+    """How the other tokenizer would split that token's text does not matter."""
     own, named = small_tokenizer(), small_tokenizer()
     unused = [token for token in sorted(own.get_vocab()) if not any(token in text for text in tokenizers.PROBES)]
-    # One that is not merged again from its own letters.
+    # A token that the tokenizer would not produce from its own text.
     word = next(token for token in unused if own(token, add_special_tokens=False)["input_ids"] != [own.vocab[token]])
     named.add_special_tokens({"pad_token": word})
     assert named(word, add_special_tokens=False)["input_ids"] == [own.vocab[word]]
@@ -94,10 +94,10 @@ def test_a_model_whose_own_tokenizer_cannot_be_read_takes_a_named_one(here: Path
     assert tokenizers.another_tokenizer("other", other, "model", load.own_tokenizer("model")) is None
 
 
-def test_what_differs_is_shown_shortly() -> None:
+def test_what_differs_is_shown_briefly() -> None:
     difference = difference_in_ids(small_tokenizer(), other_tokenizer())
     assert difference is not None and len(difference) < 220
-    # From the first id on that is another.
+    # It starts at the first id that differs.
     one, other = difference.split(" is [")[-1].split("] to the one and [")
     assert one.split(", ")[:2] != other.split(", ")[:2]
 

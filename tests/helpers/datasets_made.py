@@ -41,7 +41,7 @@ def texts(split: Split) -> list[str]:
 
 
 def texts_with_loss(split: Split, tokenizer: Any) -> list[list[str]]:
-    """Return the texts of each example that have a loss."""
+    """Return the texts in each example that loss is computed on."""
     found = []
     for ids, labels in examples(split.train):
         assert all(label in (-100, i) for i, label in zip(ids, labels, strict=True))

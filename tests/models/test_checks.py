@@ -1,4 +1,4 @@
-"""Models and inputs that cannot be trained exactly are refused before any work, naming the cause and the way out."""
+"""Models and inputs that cannot be trained exactly are refused before any work, naming the cause and the fix."""
 
 from __future__ import annotations
 

@@ -74,8 +74,11 @@ def test_memory_and_time_match_the_committed_results(name: str) -> None:
 
 
 EIGHT_BITS = {
-    ("curve_brim.json", "plan_check_full.json"): "which it is within {far:.0%} of; before, the plan had said "
-    "{least_before:.0%} to {most_before:.0%} less",
+    (
+        "curve_brim.json",
+        "plan_check_full.json",
+    ): "the prediction is now within {far:.0%} of both; before the fit, it was "
+    "{least_before:.0%} to {most_before:.0%} too low",
     ("curve_host.json",): "with all pages on the host (`curve_host.json`) are within {far:.0%} of the prediction",
     ("plan_check_24gib_1m.json",): "it is {most:.0%} too low",
 }

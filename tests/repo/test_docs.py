@@ -1,4 +1,4 @@
-"""The tutorial and the how-tos: each command and each piece of Python runs, at toy size; figures are those of today."""
+"""The tutorial and the how-tos: each command and each piece of Python runs at toy size, and the numbers are current."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a small model where the documents name a large one, and with text."""
     monkeypatch.chdir(tmp_path)
     toy.model_folder("base")
-    # As the tokenizers of large models have it, whose output goes into `generate` as it is.
+    # As in the tokenizers of large models, so that their output can be passed to `generate` unchanged.
     settings = json.loads(Path("base/tokenizer_config.json").read_text())
     settings["model_input_names"] = ["input_ids", "attention_mask"]
     Path("base/tokenizer_config.json").write_text(json.dumps(settings))
@@ -62,14 +62,14 @@ facts_for_model = plan_module.shape_for
 
 @pytest.fixture(autouse=True)
 def models_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building a large model without its numbers takes most of the time of a plan; these pages plan a few of them."""
+    """Build each large model once: building it without weights takes most of the time of a plan."""
     monkeypatch.setattr(
         plan_module, "shape_for", lambda name, *, dtype, lora, config: facts_for(name, dtype=dtype, lora=lora)
     )
 
 
 def smaller(text: str, *swaps: tuple[str, str]) -> str:
-    """With toy sizes for those of the page. A swap that finds nothing is out of date."""
+    """Replace the sizes of the page by toy sizes. A swap that finds nothing is out of date."""
     for old, new in swaps:
         assert old in text, old
         text = text.replace(old, new)
@@ -92,7 +92,7 @@ def steps(folder: Path) -> dict[int, float]:
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Ctrl-C in the step after the third."""
+    """Press Ctrl-C in the step after the third."""
     chunk_done = TrainingDisplay.chunk_done
 
     def pressed(self: Any, phase: str, done: int, total: int) -> None:
@@ -128,7 +128,7 @@ def test_the_tutorial_leads_to_a_model(here: Path, monkeypatch: pytest.MonkeyPat
             if command.startswith("make ") or command == "oomb verify demo":
                 continue  # both in test_packaging.py
             if "config.yaml" in command:
-                # The step that was broken off is not among those done.
+                # The interrupted step is not among the completed ones.
                 assert max(steps(here / "out")) == STOP_AFTER
                 assert (here / "out" / f"checkpoint-{STOP_AFTER}").is_dir()
                 run(command)
@@ -143,7 +143,7 @@ def test_the_tutorial_leads_to_a_model(here: Path, monkeypatch: pytest.MonkeyPat
     assert list(steps(here / "out")) == [1, 2, 3, 4, 5]
     assert steps(here / "out")[5] < 0.9 * steps(here / "out")[1]
     assert "needles" in (here / "out" / "report.html").read_text()
-    # What was merged is what was trained, and no longer what it began with.
+    # The merged model equals the trained one and differs from the base model.
     ids = torch.randint(3, 40, (1, 30))
     adapted = names["AutoPeftModelForCausalLM"].from_pretrained("out/model")
     torch.testing.assert_close(names["model"](ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
@@ -151,7 +151,7 @@ def test_the_tutorial_leads_to_a_model(here: Path, monkeypatch: pytest.MonkeyPat
 
 
 def planned(flags: str) -> tuple[str, str, str]:
-    """(on the GPU, on the host, longest context) as the pages write them."""
+    """Return GPU memory, host memory and the longest context of a plan, formatted as on the pages."""
     result = invoke("plan", *shlex.split(flags), "--output", "plan.json")
     assert result.exit_code in (0, 1), result.output
     plan = json.loads(Path("plan.json").read_text())
@@ -183,7 +183,7 @@ def test_the_plans_shown_fit(here: Path, page: str, count: int) -> None:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """The one step of a file that was taken to its end."""
+    """Return the only completed step of a result file."""
     rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
     [row] = [row for row in rows if row["problem"] is None]
     return row
@@ -237,7 +237,7 @@ def test_a_full_fine_tune(here: Path) -> None:
     for name, value in re.findall(r"^(\w+) = moved\(.*# ([\d.]+)$", small_updates, re.MULTILINE):
         assert round(names[name], 5) == float(value), name
     assert names["plain"] == 0.0
-    # The border that the text names.
+    # The threshold that the text names.
     for value, moves in ((0.0039, True), (0.004, False), (0.5, False)):
         weight = torch.tensor(value, dtype=torch.bfloat16)
         assert bool(weight - 1e-5 != weight) == moves
@@ -263,7 +263,7 @@ def test_a_full_fine_tune(here: Path) -> None:
 
 
 class Whole:
-    """What an engine gives, by the ordinary forward of the model."""
+    """Stand-in for an engine that runs the model's ordinary forward on the whole sequence."""
 
     def __init__(self, model: Any, config: oomb.Config) -> None:
         self.model, self.config = model, config
@@ -276,7 +276,7 @@ class Whole:
 
 
 def gradients_by_block(page: list[str], names: dict[str, Any]) -> dict[str, Tensor]:
-    """Runs a page; the gradients that each of its blocks leaves, and the weights at the end."""
+    """Run a page. Return the gradients that each of its blocks leaves, and the weights at the end."""
     found = {}
     for index, block in enumerate(page):
         torch.manual_seed(index)
@@ -302,7 +302,8 @@ def test_losses_of_ones_own_are_those_of_the_whole_sequence(here: Path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(oomb, "Engine", Whole)
         expected = gradients_by_block([block for block in page if "FocalTrainer" not in block], {})
-    # Of a preference, a teacher, a contrast twice, and the check; rewards took steps and left no gradients.
+    # Gradients from the preference, teacher, contrastive (twice) and check blocks, plus the weights; the rewards block
+    # steps the optimizer and leaves none.
     assert len(ours) == len(expected) == 6 and set(ours) == set(expected)
     for block, value in expected.items():
         assert value.norm() > 0, block
@@ -326,7 +327,7 @@ def test_losses_of_ones_own_are_those_of_the_whole_sequence(here: Path, monkeypa
 
 
 def test_short_pieces_of_python_run(here: Path) -> None:
-    """Those of the pages that show one call after another."""
+    """The short blocks, each of which shows one call."""
     from transformers import TrainingArguments
 
     model = load("base")
@@ -385,7 +386,7 @@ trainer = oomb.Trainer(
     callbacks=[Wait()],
 )
 """
-"""What comes before a piece of Python that trains, in a script that waits for its SIGTERM in the first run."""
+"""Start of a script whose first run waits for SIGTERM; a block of the page that trains follows."""
 
 
 @pytest.mark.timing
@@ -406,7 +407,7 @@ def test_a_script_of_ones_own_saves_at_sigterm_and_goes_on(here: Path) -> None:
     assert process.returncode == EXIT_TERMINATED, output
     assert f"saved out/checkpoint-{STOP_AFTER}\n" in output
     assert [path.name for path in (here / "out").iterdir()] == [f"checkpoint-{STOP_AFTER}"]
-    # Again, as it is: from there to the end.
+    # Run the same script again: it resumes and finishes.
     names: dict[str, Any] = {}
     exec((here / "script.py").read_text(), names)
     resumed, whole = (

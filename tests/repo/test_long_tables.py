@@ -65,7 +65,7 @@ def test_every_step_has_a_row_with_its_forecast(folder: Path) -> None:
     text = "\n".join(long_tables.long_steps())
     assert "| all weights, offloaded 8-bit AdamW | **3,000,000** | 13 m 15 s (11 m 43 s)" in text
     assert "| LoRA, AdamW, GPU limited to 24 GiB | **1,048,576** |" in text
-    assert text.count("\n| ") == 4 and "a limit on the same H200" in text and "another 52 s" in text
+    assert text.count("\n| ") == 4 and "on the same H200 with its memory limited" in text and "another 52 s" in text
 
 
 def test_the_memory_terms_and_the_longest_context(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_memory_terms_and_the_longest_context(folder: Path) -> None:
     assert "| GPU: weights | 14.00 |  |" in text and "| host: optimizer states |  | 15.00 |" in text
     assert "| **host, predicted** | 32.00 | 32.00 |" in text
     assert "| **GPU, measured** | 128.00 | 128.00 |" in text and "| of which optimizer | 0.01 s | 5.00 s |" in text
-    assert '"4,194,304 tokens do not fit: pages take 9 GiB (or so), and 8 GiB are there."' in text
+    assert '"4,194,304 tokens do not fit: pages take 9 GiB (or so), but only 8 GiB are available."' in text
     assert text.endswith("The longest context that fits is 3,001,000 tokens.")
     write(folder / long_tables.FULL, full(problem=REFUSED.partition("; ")[0], context=2**22), full())
     assert long_tables.memory().endswith("that stay free.")

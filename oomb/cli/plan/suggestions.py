@@ -191,7 +191,7 @@ def suggestion_lines(report: PlanReport) -> list[str]:
 
 
 def _machine_lines(text: SuggestionText) -> Iterator[str]:
-    """Yield what a machine needs on which the context fits."""
+    """Yield what a machine needs to fit the context."""
     machine, asked = text.forecast.machine, text.suggestion.asked
     memory = []
     if machine.gpu_bytes > asked.machine.gpu_bytes:

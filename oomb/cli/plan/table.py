@@ -56,7 +56,7 @@ def memory_table(report: PlanReport) -> Table:
         if tier == HOST and forecast.config.host_memory != "auto":
             source = f"host_memory={forecast.config.host_memory}"
         note = f"of {gib(limit)}, {source}"
-        table.add_row(f"[bold]{name} in all[/]", name, f"[bold]{gib(total)}[/]", note, end_section=True)
+        table.add_row(f"[bold]{name} total[/]", name, f"[bold]{gib(total)}[/]", note, end_section=True)
     return table
 
 

@@ -84,7 +84,8 @@ def train(ctx: typer.Context, **given: Any) -> None:
     Python's standard library at a 16K-token context. That takes a few minutes on two CPU cores.
 
     With your own model and data: [bold]oomb train --model_name_or_path FOLDER --dataset FOLDER --max_length 128K[/].
-    Add [bold]--use_peft[/] to train LoRA adapters in much less memory. [bold]oomb plan[/] tells beforehand what fits.
+    Add [bold]--use_peft[/] to train LoRA adapters in much less memory. [bold]oomb plan[/] tells you in advance what
+    fits.
 
     All settings can be given in a YAML file: [bold]oomb train run.yaml --learning_rate 1e-5[/]. Flags override the
     file. The settings of the run are written to OUTPUT_DIR/config.yaml.

@@ -1,4 +1,4 @@
-"""Describe a run before it starts: what it trains on what, how long, and anything the user should know."""
+"""Describe a run before it starts: the model, the data, the length, and anything the user should know."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MASTER_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Precision:
-    """What `--dtype` and `--bf16` come to."""
+    """The precision that `--dtype` and `--bf16` resolve to."""
 
     dtype: str
     mixed: bool

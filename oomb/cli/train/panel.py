@@ -61,7 +61,7 @@ class PanelState:
     mfu: float | None = None
     step_s: float | None = None
     memory: list[tuple[str, int, int | None]] = field(default_factory=list)
-    """(tier, bytes used, bytes in all)"""
+    """(tier, bytes used, total bytes)"""
     waited_s: float = 0.0
 
 

@@ -138,7 +138,7 @@ def prepare(
     trained = model.load_model(settings, model_config, precision.dtype, device)
     trainer = build_trainer(done, trained, arguments, config, split)
     host_limit = host_budget(config, free_host_bytes())
-    with console.status("taking memory for K, V and their gradients"), trainer.accelerator.autocast():
+    with console.status("reserving memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Raises OutOfPages, with the numbers, if a step will not fit.
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, describe.longest(settings, split))
     save.check_room(trained, output_dir)
@@ -204,7 +204,7 @@ def load_examples(
         tokenizer: Tokenizer of the model; None reads bytes.
         vocab_size: Token ids the model accepts.
         device: Device to train on. The demo's length depends on it.
-        report: Called with the bytes checked and the bytes in all while checksums are compared.
+        report: Called with the bytes checked and the total bytes while checksums are compared.
     """
     steps = settings.max_steps or _demo_steps(settings, device)
     split = open_configured(

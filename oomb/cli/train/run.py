@@ -26,7 +26,7 @@ from oomb.cli.train.prepare import PreparedRun
 from oomb.cli.train.recorder import StepRecorder
 from oomb.cli.train.settings import AUTO, TrainSettings
 from oomb.cli.train.signals import SignalHandler, StopRequested
-from oomb.cli.train.state import RunState
+from oomb.cli.train.state import RunInfo, RunState
 from oomb.cli.train.yaml_file import CONFIG
 from oomb.config import Config
 from oomb.trainers import checkpoints
@@ -62,7 +62,8 @@ def run(settings: TrainSettings, console: Console) -> int:
             _print_plain(console, found)
         started = time.monotonic()
         prepared = prepare.prepare(settings, config, device, output_dir, first_step, console)
-        return Run(prepared, console, started).execute()
+        info = prepared.info()
+        return Run(prepared, info, _claim_folder(prepared, console), console, started).execute()
 
 
 def _claim_folder(prepared: PreparedRun, console: Console) -> str:
@@ -87,16 +88,20 @@ class Run:
 
     Args:
         prepared: The run.
+        info: Facts about it that do not change.
+        config_text: Its settings, as they are in the output folder.
         console: Console to print on.
         started: `time.monotonic()` at its start.
     """
 
-    def __init__(self, prepared: PreparedRun, console: Console, started: float) -> None:
-        self.prepared, self.console, self.started = prepared, console, started
+    def __init__(
+        self, prepared: PreparedRun, info: RunInfo, config_text: str, console: Console, started: float
+    ) -> None:
+        self.prepared, self.info, self.config_text = prepared, info, config_text
+        self.console, self.started = console, started
         self.trainer, self.output_dir = prepared.trainer, prepared.output_dir
-        engine, self.info = prepared.trainer.engine, prepared.info()
+        engine = prepared.trainer.engine
         is_resumed = prepared.settings.resume_from_checkpoint is not None
-        self.config_text = _claim_folder(prepared, console)
         self.state = RunState(first_step=prepared.first_step, max_steps=prepared.max_steps)
         self.meter = MemoryMeter(prepared.device)
         self.log = JsonLines(self.output_dir / METRICS, append=is_resumed)
@@ -158,7 +163,7 @@ class Run:
 
         Errors before the first step are raised. Later ones are recorded, so that what is trained can be saved.
         """
-        self.signals.stop("stopping at the next chunk and saving; Ctrl-C again ends without saving")
+        self.signals.stop("stopping at the next chunk and saving; Ctrl-C again exits without saving")
         try:
             self.trainer.train(resume_from_checkpoint=self.prepared.settings.resume_from_checkpoint)
         except StopRequested:
@@ -192,7 +197,7 @@ class Run:
 
     def save(self) -> None:
         """Save the model, and a checkpoint first if training has not reached its last step."""
-        self.signals.protect("saving; the program ends after that. Ctrl-C again ends it without saving")
+        self.signals.protect("saving, then exiting; press Ctrl-C again to exit without saving")
         if not self.state.is_complete:
             try:
                 self.trainer.save_checkpoint()
@@ -256,10 +261,10 @@ class Run:
         self.skippable("the evaluation", lambda: evaluation.run(when, step, self.trainer, self.display, self.log))
 
     def skippable(self, what: str, evaluate: Callable[[], T]) -> T | None:
-        """Evaluate. Ctrl-C skips it, and after training so does an error: the model is worth more."""
+        """Evaluate. Ctrl-C skips it. After training, an error skips it too, so that it does not fail the run."""
         if self.state.terminated:
             return None
-        self.signals.stop(f"skipping {what} at the next chunk; Ctrl-C again ends the program")
+        self.signals.stop(f"skipping {what} at the next chunk; Ctrl-C again exits")
         try:
             return evaluate()
         except StopRequested:
@@ -278,7 +283,7 @@ class Run:
         """Say what is left after a second Ctrl-C. Return the exit code."""
         files.remove_leftovers(self.output_dir)
         what = f"the trained model is in {self.saved_to}" if self.saved_to else self._nothing_saved()
-        self.console.print(f"[bold red]ended by Ctrl-C[/]; {escape(what)}", highlight=False, soft_wrap=True)
+        self.console.print(f"[bold red]interrupted by Ctrl-C[/]; {escape(what)}", highlight=False, soft_wrap=True)
         self._print_resume_hint()
         return EXIT_INTERRUPTED
 

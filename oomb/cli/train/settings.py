@@ -182,8 +182,8 @@ class TrainSettings:
 
     max_eval_samples: int = setting(
         1,
-        "Examples to hold out, the first of the data, at most a fifth of it (or one, if there are fewer than five). "
-        "0: none.",
+        "Number of examples to hold out from the start of the data: at most a fifth of all (or one, if there are fewer "
+        "than five). 0: none.",
         panel=EVALUATION,
         minimum=0,
     )
@@ -231,7 +231,7 @@ class TrainSettings:
     )
     save_total_limit: int | None = setting(
         None,
-        "Number of checkpoints to keep, the newest. Default: all of --save_steps, the newest 2 of --save_minutes.",
+        "How many of the newest checkpoints to keep. Default: all from --save_steps, the newest 2 from --save_minutes.",
         panel=OUTPUT,
         minimum=1,
     )
@@ -262,6 +262,8 @@ class TrainSettings:
         for described in train_fields():
             check_value(described.name, getattr(self, described.name))
         self._check_schedule()
+        if self.eval_steps is not None and self.eval_strategy == "no":
+            self.eval_strategy = "steps"
         self._check_evaluation()
         if self.optim_args is not None and self.optim != "offloaded_adamw":
             raise SettingError("optim_args", "needs --optim offloaded_adamw: add that, or leave it out")
@@ -281,11 +283,9 @@ class TrainSettings:
             raise SettingError("warmup_ratio", "and --warmup_steps are both given: pass only one")
 
     def _check_evaluation(self) -> None:
-        if self.eval_steps is not None:
-            if self.eval_strategy == "epoch":
-                raise SettingError("eval_steps", "contradicts --eval_strategy epoch: leave one of them out")
-            self.eval_strategy = "steps"
-        elif self.eval_strategy == "steps":
+        if self.eval_steps is not None and self.eval_strategy == "epoch":
+            raise SettingError("eval_steps", "contradicts --eval_strategy epoch: leave one of them out")
+        if self.eval_steps is None and self.eval_strategy == "steps":
             raise SettingError("eval_strategy", "steps needs --eval_steps, such as --eval_steps 100")
         if self.eval_strategy != "no" and self.max_eval_samples == 0:
             raise SettingError(

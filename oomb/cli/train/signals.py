@@ -1,4 +1,4 @@
-"""Handle Ctrl-C, SIGTERM and a lost terminal: stop between two chunks and save; a second Ctrl-C ends at once."""
+"""Handle Ctrl-C, SIGTERM and a lost terminal: stop between two chunks and save; a second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SignalHandler:
             raise StopRequested
 
     def stop(self, notice: str) -> None:
-        """From here on, a signal prints `notice` and stops at the next chunk; Ctrl-C again ends the program."""
+        """From here on, a signal prints `notice` and stops at the next chunk; Ctrl-C again exits."""
         self._notice, self._saving = notice, None
         self.state.stop_requested = self.state.terminated
 
@@ -115,7 +115,7 @@ class SignalHandler:
 
 
 class SafeStream:
-    """Output stream that raises no OSError: no line is worth a trained model.
+    """Output stream that never raises OSError, so a failed print cannot cost the trained model.
 
     Once its terminal or reader is gone, it drops everything. If a disk is full it drops the line, and tries again with
     the next one.
