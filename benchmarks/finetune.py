@@ -215,7 +215,7 @@ def main(
     held_out: Annotated[int, typer.Option(help="Held-out examples.")] = 2,
     needle_lengths: Annotated[str, typer.Option(help="Haystack lengths.")] = "4K,16K,64K,128K",
     needle_haystacks: Annotated[int, typer.Option(help="Haystacks of each length.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of examples, needles and samples.")] = SEED,
+    seed: Annotated[int, typer.Option(help="Seed for examples, needles and samples.")] = SEED,
     device: Device = "auto",
     picture_from: Annotated[Path | None, typer.Option(help="Only take a screenshot of this page.")] = None,
 ) -> None:

@@ -100,6 +100,14 @@ def long_steps() -> list[str]:
     ]
 
 
+OLD_WORDS = {
+    r"\band ([\d.,]+ [KMGT]iB) are there\b": r"but only \1 are available",
+    r"\bpages of K, V, their gradients and kept attention": "K, V, their gradients and saved attention",
+    r"([\d.,]+ [KMGT]iB) of it is on the GPU\b": r"\1 fit on the GPU",
+}
+"""Patterns in the error messages of older result files, and how oomb says it today."""
+
+
 def memory() -> str:
     """Return the section of docs/memory.md: what takes the memory, why no more fits, and growth with the context."""
     columns = [(name, row) for name in (LORA, FULL) for row in measured(name)]
@@ -109,7 +117,7 @@ def memory() -> str:
     lines = [
         "## Measured",
         "",
-        f"Predicted and measured memory, in GiB, of the Qwen2.5-7B shape on one "
+        f"Predicted and measured memory, in GiB, of a model with Qwen2.5-7B's architecture and random weights on one "
         f"{load(columns[0][0])['machine']['gpu']['name']} with sparse attention, int8 pages and the whole "
         "GPU memory:",
         "",
@@ -147,8 +155,8 @@ def why_no_more(row: dict[str, Any]) -> list[str]:
         return []
     # "4,194,304 tokens do not fit: ... (... are free); 3,792,896 tokens would", the last part only if any would.
     why, _, reach = row["problem"].removeprefix(refused).rpartition(" (")
-    # Older files say "and 8 GiB are there".
-    why = re.sub(r"\band ([\d.,]+ [KMGT]iB) are there\b", r"but only \1 are available", why)
+    for old, new in OLD_WORDS.items():
+        why = re.sub(old, new, why)
     text = (
         f'`oomb plan` on a longer context with all weights: "{why}" The host memory it counts excludes the optimizer '
         f"states and {SPARE_HOST_BYTES >> 30} GiB that stay free."

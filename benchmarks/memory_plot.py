@@ -60,7 +60,7 @@ def main() -> None:
     axes.set_ylim(0, 155)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("peak GPU memory, GiB")
-    axes.set_title("One training step of the Qwen2.5-7B shape on one H200", fontsize=11)
+    axes.set_title("One training step of a model with Qwen2.5-7B's architecture on one H200", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="center right")
     common.save_figure(figure, common.RESULTS / PLOT)

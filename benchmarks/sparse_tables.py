@@ -131,12 +131,12 @@ def sparse_details() -> str:
     lines = [
         "## Measured",
         "",
-        f"One step (forward and backward, all parameter gradients, no optimizer) of the Qwen2.5-7B shape with random "
-        f"weights and tokens, in bfloat16, batch size 1, on one {machine['gpu']['name']} with PyTorch "
-        f"{machine['versions']['torch']}: {settings['page_budget']} pages of {settings['page_size']} tokens, chunks of "
-        f'{MAIN_CHUNK:,}, and `gpu_memory="{settings["gpu_memory"]}"` for pages, since the default reserves memory for '
-        f"AdamW. Pinning host memory takes another {longest['reserve_seconds']:.0f} s once per run, at "
-        f"{longest['context']:,} tokens.",
+        f"One step (forward and backward, all parameter gradients, no optimizer) of a model with Qwen2.5-7B's "
+        f"architecture, random weights and random tokens, in bfloat16, batch size 1, on one {machine['gpu']['name']} "
+        f"with PyTorch {machine['versions']['torch']}: {settings['page_budget']} pages of {settings['page_size']} "
+        f'tokens, chunks of {MAIN_CHUNK:,}, and `gpu_memory="{settings["gpu_memory"]}"` for pages, since the default '
+        f"reserves memory for AdamW. Pinning host memory takes another {longest['reserve_seconds']:.0f} s once per "
+        f"run, at {longest['context']:,} tokens.",
         "",
         *markdown_table(columns, sparse_rows("times")),
     ]

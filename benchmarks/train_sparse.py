@@ -214,7 +214,7 @@ def main(
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
     budget: Annotated[int, typer.Option(help="Pages that a query tile reads.")] = 64,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-4,
-    seed: Annotated[int, typer.Option(help="Seed of the order of examples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the order of examples.")] = 0,
     gguf: Gguf = None,
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="Output file.")] = OUT / "train_sparse.json",

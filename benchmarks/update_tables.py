@@ -54,10 +54,11 @@ def table() -> str:
         "host memory": lambda n: gib(by_place["host"][n]["measured_host_bytes"], 1),
     }
     lines = [
-        f"One training step (forward and backward, all parameter gradients, no optimizer) of the Qwen2.5-7B shape in "
-        f"{settings['dtype']}, batch size 1, on one {machine['gpu']['name']} with PyTorch "
-        f"{machine['versions']['torch']}. oomb uses chunks of {settings['chunk_size']:,} tokens and otherwise its "
-        "defaults. Standard training is Hugging Face with activation checkpointing, cuDNN attention and a tiled loss:",
+        "One training step (forward and backward, all parameter gradients, no optimizer) of a model with Qwen2.5-7B's "
+        f"architecture and random weights, in {settings['dtype']}, batch size 1, on one {machine['gpu']['name']} with "
+        f"PyTorch {machine['versions']['torch']}. oomb uses chunks of {settings['chunk_size']:,} tokens and otherwise "
+        "its defaults. Standard training is Hugging Face with activation checkpointing, cuDNN attention and a tiled "
+        "loss:",
         "",
         *markdown_table(exact, sorted(oomb)),
         "",
@@ -82,11 +83,11 @@ def headline() -> str:
     oomb, standard = (rows_of(mode, report)[context] for mode in ("oomb", "standard"))
     offloaded = by_place["host"][max(by_place["host"])]
     text = (
-        f"On one {report['machine']['gpu']['name']}, a training step of the Qwen2.5-7B shape (forward and backward) "
-        f"takes **{oomb['seconds']:.1f} s at {context:,} tokens, versus {standard['seconds']:.1f} s with standard "
-        f"training**. At {offloaded['context']:,} tokens it takes {offloaded['measured_seconds']:.0f} s in "
-        f"{offloaded['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory (plus 28 GiB of AdamW states), with K, V and "
-        "their gradients in host memory."
+        f"On one {report['machine']['gpu']['name']}, a training step (forward and backward) of a model with "
+        f"Qwen2.5-7B's architecture and random weights takes **{oomb['seconds']:.1f} s at {context:,} tokens, versus "
+        f"{standard['seconds']:.1f} s with standard training**. At {offloaded['context']:,} tokens it takes "
+        f"{offloaded['measured_seconds']:.0f} s in {offloaded['measured_gpu_bytes'] / 2**30:.1f} GiB of GPU memory "
+        "(plus 28 GiB of AdamW states), with K, V and their gradients in host memory."
     )
     done = [row for row in sparse_rows("times") if row["problem"] is None] if exists(SPARSE.format("times")) else []
     if sparse := max(done, key=lambda row: row["context"], default=None):
@@ -118,13 +119,13 @@ def sums() -> str:
     num_chunks = large["context"] // large["chunk_size"]
     lines += [
         "",
-        f"With the Qwen2.5-7B shape at {large['context']:,} tokens in {num_chunks} chunks, no layer's gradient error "
-        f"exceeds {ratio:.2f} times that of standard training.",
+        f"With Qwen2.5-7B's architecture and random weights, at {large['context']:,} tokens in {num_chunks} chunks, no "
+        f"layer's gradient error exceeds {ratio:.2f} times that of standard training.",
     ]
     return "\n".join(lines)
 
 
-EIGHT_BITS = {"eight_bits_smollm2.json": "SmolLM2-135M", "eight_bits_qwen2.5-7b.json": "Qwen2.5-7B shape"}
+EIGHT_BITS = {"eight_bits_smollm2.json": "SmolLM2-135M", "eight_bits_qwen2.5-7b.json": "Qwen2.5-7B architecture"}
 """Result files of eight_bits.py, with the name of each model."""
 
 

@@ -88,8 +88,8 @@ class Config:
 
     chunk_size: int = setting(
         4096,
-        "Tokens per chunk. Activation memory grows with it; small chunks leave the GPU's matrix units idle. Gradients "
-        "do not depend on it.",
+        "Tokens per chunk. Activation memory grows with it; small chunks leave the GPU's tensor cores underused. "
+        "Gradients do not depend on it.",
         unit="tokens",
     )
     page_size: int = setting(
@@ -192,7 +192,7 @@ class Config:
             _check_value(described, getattr(self, described.name))
 
     def keys_read(self, context: int) -> int:
-        """Return the most tokens that one query reads: its own chunk and the pages it may select.
+        """Return the maximum number of tokens that one query reads: its own chunk and the pages it may select.
 
         Args:
             context: Tokens of the sequence.

@@ -111,32 +111,32 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def flash_forward(
-    qkv: Iterable[Tensor], marks: Tensor | None, sizes: tuple[int, int], *, scale: float, causal: bool,
+    qkv: Iterable[Tensor], cu_seqlens: Tensor | None, sizes: tuple[int, int], *, scale: float, causal: bool,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Call the flash kernel and return its output and LSE.
 
     Args:
         qkv: q, k and v as [B, T, H, D], or packed documents as [T, H, D].
-        marks: Where packed documents begin, and where the last one ends.
-        sizes: Most queries and keys of a sequence or document.
+        cu_seqlens: Where packed documents begin, and where the last one ends.
+        sizes: Maximum number of queries and of keys in a sequence or document.
     """
     out, lse, *_ = aten._flash_attention_forward(
-        *qkv, marks, marks, *sizes, 0.0, **_flash_mask(causal, window), return_debug_mask=False, scale=scale
+        *qkv, cu_seqlens, cu_seqlens, *sizes, 0.0, **_flash_mask(causal, window), return_debug_mask=False, scale=scale
     )
     return out, lse
 
 
 def flash_backward(
-    tensors: Iterable[Tensor], lse: Tensor, marks: Tensor | None, sizes: tuple[int, int], *, scale: float, causal: bool,
-    window: int | None = None, softcap: None = None,
+    tensors: Iterable[Tensor], lse: Tensor, cu_seqlens: Tensor | None, sizes: tuple[int, int], *, scale: float,
+    causal: bool, window: int | None = None, softcap: None = None,
 ) -> Grads:  # fmt: skip
     """Call the backward of the flash kernel on dout, q, k, v and out; the other arguments are as in `flash_forward`."""
     dout, *rest = tensors
     rng, unused = torch.zeros(2, dtype=torch.uint64, device=dout.device), torch.empty(0, device=dout.device)
     # The kernel assumes a contiguous LSE without checking; that of a packed chunk's first document is a slice.
     return aten._flash_attention_backward(
-        dout, *rest, lse.contiguous(), marks, marks, *sizes, 0.0, **_flash_mask(causal, window),
+        dout, *rest, lse.contiguous(), cu_seqlens, cu_seqlens, *sizes, 0.0, **_flash_mask(causal, window),
         rng_state=rng, unused=unused, scale=scale,
     )  # fmt: skip
 

@@ -38,9 +38,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of documents that begin at `starts`, the first of which is 0."""
     if _is_one_call(q, v, spec):
-        marks, longest = _marks(starts, q.shape[2], q.device)
+        cu_seqlens, longest = _cu_seqlens(starts, q.shape[2], q.device)
         out, lse = flash_forward(
-            map(_flat, (q, k, v)), marks, (longest, longest), scale=spec.scale, causal=True, window=spec.window
+            map(_flat, (q, k, v)), cu_seqlens, (longest, longest), scale=spec.scale, causal=True, window=spec.window
         )
         return _unflat(out), lse.view(1, q.shape[1], q.shape[2])
     parts = [
@@ -63,9 +63,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     if _is_one_call(q, v, spec):
-        marks, longest = _marks(starts, q.shape[2], q.device)
+        cu_seqlens, longest = _cu_seqlens(starts, q.shape[2], q.device)
         tensors, sizes = map(_flat, (dout, q, k, v, out)), (longest, longest)
-        grads = flash_backward(tensors, lse[0], marks, sizes, scale=spec.scale, causal=True, window=spec.window)
+        grads = flash_backward(tensors, lse[0], cu_seqlens, sizes, scale=spec.scale, causal=True, window=spec.window)
         dq, dk, dv = map(_unflat, grads)
         return dq, dk, dv
     parts = [
@@ -87,10 +87,10 @@ def _is_one_call(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _marks(starts: tuple[int, ...], end: int, device: torch.device) -> tuple[Tensor, int]:
+def _cu_seqlens(starts: tuple[int, ...], end: int, device: torch.device) -> tuple[Tensor, int]:
     """Return where documents begin and the last one ends, and the longest length. Cached for all layers of a chunk."""
-    marks = (*starts, end)
-    return torch.tensor(marks, dtype=torch.int32, device=device), max(b - a for a, b in pairwise(marks))
+    bounds = (*starts, end)
+    return torch.tensor(bounds, dtype=torch.int32, device=device), max(b - a for a, b in pairwise(bounds))
 
 
 def _flat(x_1HTD: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ class SparsePast(Protocol):
 
         Args:
             selected_BNC: Page numbers.
-            reads_in_place: Whether we follow addresses to pages anywhere; otherwise `pages` gathers them in one buffer.
+            reads_in_place: Whether the kernels take one pointer per page, so pages may be anywhere; otherwise `pages`
+                gathers them in one buffer.
         """
 
     def pages(self) -> AbstractContextManager[Pages]:

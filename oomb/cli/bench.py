@@ -39,7 +39,7 @@ def bench(
     ] = "oomb,standard",
     lora: Annotated[bool, typer.Option("--lora", help="Train LoRA adapters only; needs peft.")] = False,
     repeats: Annotated[
-        int, typer.Option("--repeats", help="Timed steps per result, after a warm-up step; the median counts.")
+        int, typer.Option("--repeats", help="Timed steps per result, after a warm-up step; the median is reported.")
     ] = 2,
     output: Annotated[
         Path | None, typer.Option("--output", help="Write results, settings and machine to this JSON file.")

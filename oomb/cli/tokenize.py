@@ -51,7 +51,7 @@ def tokenize(
     ] = "documents",
     seed: Annotated[
         int,
-        typer.Option("--seed", help="Seed of the order of records. The order of files is fixed.", rich_help_panel=DATA),
+        typer.Option("--seed", help="Seed for the order of records; files keep a fixed order.", rich_help_panel=DATA),
     ] = 42,
     num_proc: Annotated[
         int | None,

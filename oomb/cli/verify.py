@@ -31,7 +31,7 @@ def verify(
         int | None,
         typer.Option("--layers", help="Keep only the first N layers, for models that are too large for this machine."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the random tokens, and of a preset's weights.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for the random tokens, and for a preset's weights.")] = 0,
     *,
     loading: dict[str, Any],
     engine: dict[str, Any],

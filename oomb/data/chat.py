@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 SHAREGPT = (
-    'this is the ShareGPT form; rename its keys to "messages", "role" (human to user, gpt to assistant) and "content"'
+    'this is the ShareGPT format; rename its keys to "messages", "role" (human to user, gpt to assistant) and "content"'
 )
 REMEDY = "give the tokenizer a chat template with {% generation %} … {% endgeneration %} around the assistant's turns"
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -24,12 +24,12 @@ Spans = list[tuple[int, int]]
 
 
 def is_sharegpt(value: Any) -> bool:
-    """Return whether a value is a conversation in the ShareGPT form, judged by its first turn."""
+    """Return whether a value is a conversation in the ShareGPT format, judged by its first turn."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and {"from", "value"} <= set(value[0])
 
 
 def checked_messages(value: Any, key: str, where: str) -> Messages:
-    """Return the messages of a record. Raise ValueError if they are not in the expected form.
+    """Return the messages of a record. Raise ValueError if they are not in the expected format.
 
     Args:
         value: The record's value.

@@ -85,7 +85,7 @@ def open_dataset(
         vocab_size: Vocabulary of the model; larger token ids are an error.
         num_held_out: Held-out examples: the first ones, whatever `num_train` is. At most a fifth of all.
         num_train: Training examples needed; the rest of the dataset is not read. None: all.
-        seed: Seed of the order of records.
+        seed: Seed for the order of records.
         skip_check: Do not read the token ids of a tokenized folder to check them, which takes minutes for hundreds of
             gigabytes. All other files are checked.
         report: Called with bytes checked and bytes in total, for a tokenized folder.

@@ -247,7 +247,7 @@ def open_source(dataset: str, join: str = "documents") -> Source:
 
 
 SEED = 42
-"""Default seed of the order of records, shared by all commands: `oomb eval` reads what `oomb train` holds out, and
+"""Default seed for the order of records, shared by all commands: `oomb eval` reads what `oomb train` holds out, and
 `oomb tokenize` writes what it would read."""
 
 

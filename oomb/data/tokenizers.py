@@ -73,7 +73,8 @@ def another_tokenizer(
 ) -> str | None:
     """Return what is wrong with using a tokenizer for a model, or None.
 
-    To the model, the ids of a different tokenizer mean other words, even if all of them are in its vocabulary.
+    The ids of a different tokenizer would map to different tokens in the model, even if all of them are in its
+    vocabulary.
 
     Args:
         name: Name of the tokenizer.
@@ -86,4 +87,4 @@ def another_tokenizer(
     difference = difference_in_ids(own, tokenizer, (model, name))
     if difference is None:
         return None
-    return f"{name} is not the tokenizer of {model}, which would read its ids as other words: {difference}"
+    return f"{name} is not the tokenizer of {model}, so its ids would map to different tokens: {difference}"

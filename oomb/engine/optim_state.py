@@ -14,8 +14,9 @@ from oomb.memory.rows import row_bytes
 from oomb.ops.moments import MOMENTS, decode, encode_, part, scale_of
 
 BLOCK_SIZE = 2**22
-"""Most elements in a block; a multiple of 256. Copying 32 MiB of float32 moments takes 0.7 ms on the link of an H200,
-longer than Python needs to launch a block. Buffers and temporaries together stay below 256 MiB of GPU memory."""
+"""Maximum number of elements in a block; a multiple of 256. Copying 32 MiB of float32 moments takes 0.7 ms on the link
+of an H200, longer than Python needs to launch a block. Buffers and temporaries together stay below 256 MiB of GPU
+memory."""
 MASTER = "master"
 """The state that holds the float32 copy of a 16-bit parameter."""
 

@@ -69,7 +69,7 @@ class PackedInputs:
         return sum(int((batch.targets != IGNORE_INDEX).sum()) for batch in self.batches)
 
     def unpack(self, values: Sequence[Tensor]) -> Any:
-        """Return values per token, [B, T] for each batch, in the form of the inputs, with 0 for padding."""
+        """Return values per token, [B, T] for each batch, in the format of the inputs, with 0 for padding."""
         if self.places is None:
             return values[0]
         parts = [(row, at, values[batch][0, first : first + n]) for row, at, batch, first, n in self.places]
@@ -109,6 +109,7 @@ def pack_inputs(
     *,
     chunk_size: int,
     can_share: bool,
+    may_be_empty: bool = False,
     **limits: Any,
 ) -> PackedInputs:
     """Check a caller's inputs and pack them.
@@ -117,17 +118,20 @@ def pack_inputs(
 
     Args:
         input_ids: [B, T], or a list of documents.
-        labels: The same form, or None for `input_ids`.
+        labels: In the same format, or None for `input_ids`.
         attention_mask: [B, T]: 0 for padding, and 1 or the number of the document otherwise.
         position_ids: [B, T], starting over at 0 for each document of a row.
         chunk_size: Tokens of a chunk.
         can_share: Documents may share a chunk.
+        may_be_empty: Accept an empty list.
         limits: Limits of the model, as in `Batch.validate`.
     """
+    if isinstance(input_ids, list) and not input_ids and may_be_empty:
+        return PackedInputs((), ())
     if isinstance(input_ids, list):
         return _pack_list(input_ids, labels, attention_mask, position_ids, chunk_size, can_share, limits)
     if isinstance(labels, list):
-        raise ValueError(f"input_ids is a tensor but labels is a list of {len(labels)}; both must have the same form")
+        raise ValueError(f"input_ids is a tensor but labels is a list of {len(labels)}; both must have the same format")
     # A padded row may exceed the model's positions if its documents do not.
     batch = Batch.validate(input_ids, labels, attention_mask, **{**limits, "num_positions": None})
     num_rows, length = batch.ids.shape

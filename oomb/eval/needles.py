@@ -59,7 +59,7 @@ class NeedleSettings:
     num_haystacks: int = 4
     """Haystacks of each length. Each takes two passes: with needles and without."""
     seed: int = 0
-    """Seed of names, codes and positions."""
+    """Seed for names, codes and positions."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("num_depths", 1, 100), ("num_candidates", 2, 9), ("num_haystacks", 1, 10_000)):

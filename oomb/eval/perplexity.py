@@ -99,7 +99,7 @@ def perplexity_by_position(
         start, end = end, 2 * end
     count = sum(bucket.count for bucket in buckets)
     if count == 0:
-        raise ValueError("no token counts: every label is -100, or every example is a single token")
+        raise ValueError("no token contributes to the loss: every label is -100, or every example is a single token")
     loss = sum(bucket.loss * bucket.count for bucket in buckets) / count
     return PositionLosses(buckets=tuple(buckets), num_examples=len(examples), count=count, loss=loss)
 

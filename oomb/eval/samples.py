@@ -39,7 +39,7 @@ def sample_text(
         tokenizer: Tokenizer that decodes the tokens; None for models that read bytes.
         num_tokens: Number of new tokens, at most.
         temperature: Sampling temperature.
-        seed: Seed of the sampling.
+        seed: Seed for the sampling.
     """
     model: Any = engine.model.lm
     ids = torch.as_tensor(prompt_ids).flatten().to(engine.model.device, torch.int64)[None]

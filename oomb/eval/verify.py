@@ -143,7 +143,7 @@ def verify(
         device: "auto", "cpu", "cuda" or "cuda:N".
         num_layers: Keep only the first layers of a model that is too large for this machine.
         settings: Other fields of `oomb.Config`.
-        seed: Seed of the tokens, and of a preset's weights.
+        seed: Seed for the tokens, and for a preset's weights.
         trust_remote_code: Run Python code that comes with the model.
 
     Example:

@@ -1,8 +1,8 @@
 """Copy many blocks between host and GPU in one driver call, using the GPU's copy engines.
 
-Kernels can read and write pinned memory, too, and must if only the GPU knows what to copy. But they take
-multiprocessors from the computation: on an H200 a matrix product takes twice its time while kernels move pages both
-ways. Copy engines do not slow it down, and reach 45 GB/s each way with pages of 128 KiB.
+Kernels can read and write pinned memory, too, and must if only the GPU knows what to copy. But they take SMs from the
+computation: on an H200 a matrix product takes twice its time while kernels move pages both ways. Copy engines do not
+slow it down, and reach 45 GB/s each way with pages of 128 KiB.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class PageAccess:
         self.capacity, self.chunk_size, self.page_size = capacity, chunk_size, page_size
         self.saved_from, self.is_selective = saved_from, is_selective
         self.rounding_seed = 0
-        """Seed of the stochastic rounding of gradients."""
+        """Seed for the stochastic rounding of gradients."""
         self.num_pages = -(-capacity // page_size)
         self.gpu_pages = {
             kind: self.num_pages if tokens >= capacity else tokens // page_size for kind, tokens in gpu_end.items()

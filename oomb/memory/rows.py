@@ -16,10 +16,10 @@ NEW = "new"
 """Name of the staging buffers through which a chunk's own K and V go to the host."""
 
 SEGMENT_SIZE = 32768
-"""Most tokens in one segment. Longer segments save merges, each of which is a pass over the output; on an H200 the
-attention kernel itself gains nothing above 32K."""
+"""Maximum number of tokens in a segment. Longer segments save merges, each of which is a pass over the output; on an
+H200 the attention kernel itself gains nothing above 32K."""
 SEGMENT_BYTES = 2**26
-"""Most bytes of K and V in one segment: 32768 tokens of a layer of Qwen2.5-7B. Several segments are staged at once."""
+"""Maximum bytes of K and V in a segment: 32768 tokens of a layer of Qwen2.5-7B. Several segments are staged at once."""
 ALIGNMENT = 16
 NUM_AHEAD = 3
 """Buffers for segments: one in use, two being loaded."""

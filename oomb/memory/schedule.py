@@ -1,7 +1,7 @@
 """List the loads of a chunk's forward or backward in the order in which its layers will ask for them.
 
 The prefetcher follows these lists to bring host pages to the GPU before they are needed. Only speed depends on them:
-a wrong forecast costs a wait, never a wrong result.
+a wrong order costs a wait, never a wrong result.
 """
 
 from __future__ import annotations

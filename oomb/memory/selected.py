@@ -1,6 +1,6 @@
 """Track which pages sparse attention selects, keep the page means it selects by, and hand it the selected pages.
 
-Pages on the GPU are read in place by kernels that follow addresses; host pages are gathered in a buffer
+Pages on the GPU are read in place by kernels that take one pointer per page; host pages are gathered in a buffer
 (`selected_io`). Where the kernels cannot run (on a CPU or without Triton), all selected pages are gathered.
 
 B batch, K key/value heads, D head size, P pages, N query tiles, C selected pages per tile.
@@ -81,7 +81,7 @@ class SelectedPages:
         """Record a selection and start to load its host pages.
 
         Args:
-            reads_in_place: Whether the attention of this layer follows addresses.
+            reads_in_place: Whether the attention of this layer takes one pointer per page.
         """
         self.selections.record(layer, start, end, selected_BNC, reads_in_place and self.io.uses_kernels)
         for load in self.loads(KV, layer, start, end):
@@ -105,7 +105,7 @@ class SelectedPages:
         """Yield a chunk's selected pages on the GPU. Gradient pages are stored back when the caller is done.
 
         Args:
-            seed: Seed of the stochastic rounding of gradients.
+            seed: Seed for the stochastic rounding of gradients.
         """
         is_grad = kind == GRAD
         if self.io.is_resident(kind, layer, start):

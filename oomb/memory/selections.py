@@ -66,7 +66,7 @@ class Selections:
         self.num_selected = max_selected(spec, self.batch_size, pages.chunk_size, pages.num_pages)
         """Pages that a chunk can select."""
         self.reads_in_place = dict.fromkeys(self.layers, uses_kernels)
-        """Whether a layer's attention follows addresses, and so reads GPU pages in place."""
+        """Whether a layer's attention takes one pointer per page, and so reads GPU pages in place."""
         self.done: dict[int, Event] = {}
         """When a layer's latest selection is complete."""
         self.latest: dict[int, int] = {}

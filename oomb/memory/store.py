@@ -104,7 +104,7 @@ class PageStore:
 
     @property
     def rounding_seed(self) -> int:
-        """Seed of the stochastic rounding of gradients."""
+        """Seed for the stochastic rounding of gradients."""
         return self.pages.rounding_seed
 
     @rounding_seed.setter

@@ -58,7 +58,7 @@ class Tiers:
 
     Args:
         device: The model's device.
-        host_limit: Most bytes of pinned host memory; None: what the system has.
+        host_limit: Maximum bytes of pinned host memory; None: what the system has.
     """
 
     def __init__(self, device: torch.device, host_limit: int | None = None) -> None:
@@ -70,7 +70,7 @@ class Tiers:
         self.rings: dict[str, BufferRing] = {}
         self.promised: Counter[ArenaKey] = Counter()
         self.peak_bytes = {GPU: 0, HOST: 0}
-        """Most bytes of pages in use at once."""
+        """Peak number of bytes of pages in use."""
         self.orphaned: deque[PageLease] = deque()
         """Leases of sequences dropped without `close`. Finalizers can run at any moment, so they only append here."""
         self.pass_done: Event = None

@@ -186,7 +186,7 @@ Issued = tuple[Load, Buffer, Event]
 class Prefetcher:
     """Starts loads in the order in which they will be taken, as far ahead as there are free buffers.
 
-    The order is a forecast. If something else is taken, it is loaded on demand and the forecast is dropped.
+    This order is only expected. If something else is taken, it is loaded on demand and the expected order is dropped.
     """
 
     def __init__(self, streams: CopyStreams) -> None:
@@ -196,22 +196,22 @@ class Prefetcher:
         self._name: object = None
         self._issued: deque[Issued] = deque()
         self._started: dict[tuple[Any, ...], Issued] = {}
-        """Loads in flight that are not part of the forecast, by key."""
+        """Loads in flight that are not part of the expected order, by key."""
 
     def start(self, load: Load) -> None:
-        """Start a load outside the forecast, if there is a free buffer."""
+        """Start a load outside the expected order, if there is a free buffer."""
         if load.ring.free and load.key not in self._started:
             self._started[load.key] = self._issue(load)
 
     def expect(self, loads: Iterable[Load], name: object = None) -> None:
-        """Set the forecast. `name` identifies it for `is_expecting`."""
+        """Set the expected order. `name` identifies it for `is_expecting`."""
         self.forget()
         self._coming, self._name = iter(loads), name
         self._next = next(self._coming, None)
         self._pump()
 
     def is_expecting(self, name: object) -> bool:
-        """Return whether the forecast of this name is still valid."""
+        """Return whether the expected order of this name is still valid."""
         return self._name == name
 
     def take(self, load: Load) -> Buffer:
@@ -222,7 +222,7 @@ class Prefetcher:
             return slot
         if not self._issued or self._issued[0][0].key != load.key:
             if not load.pieces and load.gather is None and load.ring.free:
-                # Nothing to load, only a buffer to work in: the forecast stays valid.
+                # Nothing to load, only a buffer to work in: the expected order stays valid.
                 slot = load.ring.take()
                 self.streams.wait(slot.free_after)
                 return slot
@@ -253,7 +253,7 @@ class Prefetcher:
         return load, slot, self.streams.load(copies, after)
 
     def forget(self) -> None:
-        """Drop the forecast.
+        """Drop the expected order.
 
         The computation waits for the loads in flight, because their pages may be freed and overwritten next, and
         whoever overwrites pages waits for the computation.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
         # Attention is nearly all the work at 16K tokens, so a few narrow heads keep two CPU cores fast enough.
-        # 264 = 256 bytes + the special tokens of `oomb.data`, padded to a multiple of 8 for matrix units.
+        # 264 = 256 bytes + the special tokens of `oomb.data`, padded to a multiple of 8 for tensor cores.
         "model_type": "llama",
         "vocab_size": 264,
         "hidden_size": 128,

@@ -19,7 +19,7 @@ PLAIN_TILE = 2**26
 """Logits computed at once in plain PyTorch, which holds several float32 copies of them: 256 MiB each."""
 FUSED_TILE = 5 * 2**26
 """The same if the arithmetic is compiled and only bfloat16 logits exist: 640 MiB, 2048 rows with Qwen's vocabulary.
-That keeps a GPU's matrix units busy, and adds to the head's gradient rarely."""
+That keeps a GPU's tensor cores busy, and adds to the head's gradient rarely."""
 
 
 class TargetLogProb(torch.autograd.Function):

@@ -50,7 +50,7 @@ class Grads(Pages, Protocol):
 
     @property
     def seed(self) -> int:
-        """Seed of the stochastic rounding."""
+        """Seed for the stochastic rounding."""
 
 
 def launch_forward(

@@ -61,7 +61,7 @@ class Tiling:
 STAGE_BYTES = 96 * 1024
 """Shared memory for pipelined loads: current GPUs allow a program 99 KB or more."""
 MIN_PROGRAMS = 2048
-"""Enough to keep a large GPU busy to the end: an H200 runs about 400 at once, three on each of 132 multiprocessors."""
+"""Enough to keep a large GPU busy to the end: an H200 runs about 400 at once, three on each of 132 SMs."""
 MAX_SPLITS = 16
 """Merging more splits takes longer than they save."""
 
@@ -189,8 +189,8 @@ def _use_triton(q: Tensor, means: Tensor) -> bool:
 def _tiling(q: Tensor, means: Tensor, num_rows: int) -> Tiling:
     """Return the tile sizes.
 
-    64 x 64 scores are one matrix instruction of an H200, and two or three such programs fit in the registers of a
-    multiprocessor. float32 has no matrix instruction and takes smaller tiles.
+    64 x 64 scores are one matrix instruction of an H200, and two or three such programs fit in the registers of an SM.
+    float32 has no matrix instruction and takes smaller tiles.
     """
     size, tile_d = 32 if q.dtype.itemsize == 4 else 64, matrix_tile(q.shape[3])
     rows = min(size, matrix_tile(num_rows))

@@ -23,5 +23,5 @@ def power_of_two(size: int) -> int:
 
 
 def matrix_tile(size: int) -> int:
-    """Return the smallest tile side for `size` that matrix units take: a power of two, at least 16."""
+    """Return the smallest tile side for `size` that tensor cores take: a power of two, at least 16."""
     return max(16, power_of_two(size))

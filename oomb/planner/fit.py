@@ -35,7 +35,7 @@ class ChangeCost(IntEnum):
     MARGIN = 2
     """Leaves no memory to spare."""
     CHUNKS = 3
-    """Shorter chunks: same results, but matrix units idle."""
+    """Shorter chunks: same results, but the tensor cores are underused."""
     ROUNDING = 4
     """Sums or optimizer states with fewer bits."""
     EIGHT_BITS = 5
@@ -142,14 +142,14 @@ def explain(shortfall: Shortfall, request: PlacementRequest, placement: Placemen
         case Limit.CPU:
             share = f"{SAFETY_SHARE:.0%} of what is free"
             return (
-                f"{start} pages of K, V and their gradients and attention outputs take {needed} of memory, but only "
+                f"{start} K, V, their gradients and saved attention outputs take {needed} of memory, but only "
                 f"{available} are available, {share}."
             )
         case Limit.HOST:
             total = gib(placement.gpu_bytes + placement.host_bytes)
             where = "fit outside of host_memory" if request.on_cpu else "fit on the GPU"
             return (
-                f"{start} pages of K, V and their gradients and attention outputs take {total}; "
+                f"{start} K, V, their gradients and saved attention outputs take {total}; "
                 f"{gib(placement.gpu_bytes)} {where}, the rest needs {needed} of host memory, but only {available} are "
                 "available."
             )
@@ -253,7 +253,7 @@ def apply_changes(request: PlacementRequest, settings: Settings) -> PlacementReq
 
 
 def with_maximum(request: PlacementRequest, limits: Collection[str]) -> PlacementRequest:
-    """Return the request with these memory limits at everything available, rounded to sizes a person can type."""
+    """Return the request with these memory limits at everything available, rounded to sizes that are easy to type."""
     if "host_memory" in limits:
         size = round_down_size(request.free_host_bytes - SPARE_HOST_BYTES)
         request = replace(request, config=replace(request.config, host_memory=size))

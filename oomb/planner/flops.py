@@ -11,7 +11,8 @@ def step_flops(shape: ModelShape, length: int, keys: int | None = None) -> float
     Args:
         shape: The model.
         length: Tokens in the sequence.
-        keys: Most tokens that a query attends to in layers without a sliding window (`Config.keys_read`). None: all.
+        keys: Maximum number of tokens that a query attends to in layers without a sliding window
+            (`Config.keys_read`). None: all.
     """
     matrices = matrix_flops(2 * shape.active_params + shape.trained_params, length)
     attention = sum(

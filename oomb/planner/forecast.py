@@ -96,7 +96,7 @@ class StepForecast:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether the step takes longer than `seconds`: shorter chunks than the measured ones idle matrix units."""
+        """Whether the step takes longer than `seconds`: chunks shorter than the measured ones underuse tensor cores."""
         return self.config.chunk_size < min(SHORTEST_CHUNK, self.length)
 
 

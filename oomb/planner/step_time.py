@@ -15,9 +15,9 @@ from oomb.planner.request import Placement, PlacementRequest
 
 MATRIX_TFLOPS, FORWARD_TFLOPS, BACKWARD_TFLOPS = 575, 550, 525
 """Rates of matrix products, attention forward and attention backward. Fitted to eight steps of Qwen2.5-7B from 24,576
-to 262,144 tokens, with and without kept attention outputs and checkpointed layers; all within 5%."""
+to 262,144 tokens, with and without saved attention outputs and checkpointed layers; all within 5%."""
 SHORTEST_CHUNK = 4096
-"""Smallest chunk the rates hold for. Smaller chunks idle matrix units."""
+"""Smallest chunk the rates hold for. Smaller chunks leave the tensor cores underused."""
 LORA_FACTOR, FLOAT32_LORA_FACTOR = 1.13, 1.43
 """Time of the layers' matrix products with adapters, relative to without. Fitted to three steps of Qwen2.5-7B with LoRA
 (rank 16 on all linear layers, 32,768 tokens, chunks of 4096 and 8192, layers checkpointed or not); within 2.5%. PEFT's

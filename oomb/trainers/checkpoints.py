@@ -38,7 +38,7 @@ VERSION = 2
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STEADY_NS = 2 * 10**9
-"""Age from which a file's time stamp tells whether it was written to since. File systems count in up to 2 s (FAT)."""
+"""Minimum age at which an unchanged timestamp proves that a file is unchanged. Timestamps of FAT have steps of 2 s."""
 _verified: set[tuple[Path, tuple[Any, ...]]] = set()
 """Checkpoints that this process has read in full, with the state of their files at that time. A resume verifies a
 checkpoint more than once and reads it once."""
@@ -49,7 +49,7 @@ class BrokenCheckpoint(ValueError):
 
 
 class CheckpointNotSaved(OSError):
-    """A checkpoint could not be written. None of it is left, and earlier checkpoints are intact."""
+    """A checkpoint could not be written. No partial files are left, and earlier checkpoints are intact."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _difference(folder: Path, records: dict[str, FileRecord], in_full: bool) -> 
     for name, record in records.items():
         if (sampled_crc32 if record.is_sampled else file_crc32)(folder / name) != record.checksum:
             return f"{folder} is damaged: the checksum of {name} differs"
-    # A file that was written just now can be overwritten without a change of its time stamp.
+    # A file that was written just now can be overwritten without a change of its timestamp.
     if all(now - stat[2] > STEADY_NS for stat in stats):
         _verified.add((folder.absolute(), stats))
     return None
@@ -281,7 +281,7 @@ def _describe_failure(folder: Path, needed_bytes: int, keep_free_bytes: int, err
         rest = f"the other checkpoints are intact, the newest is {others[-1].name}" if others else "there is no other"
     except OSError as second:
         rest = f"the other checkpoints cannot be listed ({second.strerror or second})"
-    return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. Nothing of it is left; {rest}"
+    return f"{folder} was not written ({reason.splitlines()[0]}): {needed}{free}. No partial files are left; {rest}"
 
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord] | None:
@@ -295,7 +295,7 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord] | None:
     manifest = json.loads(text)
     version = manifest["version"]
     if version not in (1, VERSION):
-        raise ValueError(f"its version is {version!r}, but this release of oomb reads {VERSION}")
+        raise ValueError(f"its version is {version!r}, but this release of oomb reads 1 and {VERSION}")
     if version == VERSION and text != SIGNED.dumps(manifest):
         raise ValueError("its checksum differs")
     entries: dict[str, Any] = manifest["files"]

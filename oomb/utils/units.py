@@ -71,7 +71,7 @@ def parse_list(text: str, parse: Callable[[str], T]) -> list[T]:
 
 
 def gib(num_bytes: float) -> str:
-    """Return a size for a person: "3.42 GiB", or MiB below a tenth of one."""
+    """Return a human-readable size: "3.42 GiB", or MiB below a tenth of one."""
     if abs(num_bytes) < 0.1 * GIB:
         return f"{num_bytes / (1 << 20):.1f} MiB"
     return f"{num_bytes / GIB:.2f} GiB"
@@ -83,12 +83,12 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def duration(seconds_taken: float) -> str:
-    """Return a duration for a person, in milliseconds if it is short: "120 ms", "2 m 05 s"."""
+    """Return a human-readable duration, in milliseconds if it is short: "120 ms", "2 m 05 s"."""
     return f"{1000 * seconds_taken:.3g} ms" if seconds_taken < 0.9995 else seconds(seconds_taken)
 
 
 def seconds(duration: float) -> str:
-    """Return a duration for a person: "0.1 s", "2 m 05 s", "3 h 07 m"."""
+    """Return a human-readable duration: "0.1 s", "2 m 05 s", "3 h 07 m"."""
     if duration < 60:
         return f"{duration:.1f} s"
     minutes, rest = divmod(round(duration), 60)

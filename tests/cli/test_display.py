@@ -66,7 +66,7 @@ EVERYTHING = PanelState(
 )
 SHOWN = [
     "8/1000", "run 83 h 20 m left", "gradient, chunk 120/256", "batch 2/4", "step 12 m 34 s left", "2.7000",
-    "held out 2.9123", "gradient norm 1.23", "rate 1.50e-05", "2,381 tokens/s", "MFU 45.7%", "last step 7 m 20 s",
+    "held out 2.9123", "gradient norm 1.23", "lr 1.50e-05", "2,381 tokens/s", "MFU 45.7%", "last step 7 m 20 s",
     "waited 12.0 s", "running 2 h 30 m", "GPU peak 120.00 of 140.00 GiB", "GPU pages 80.00 of 90.00 GiB",
     "host pages 10.00 of 100.00 GiB",
 ]  # fmt: skip
@@ -101,7 +101,7 @@ def test_the_panel_is_there_during_training_and_gone_afterwards(
     assert "demo on text.txt, 256 tokens a step" in training[0]
     assert re.search(rf"step   3/3  ━+─+  \d\d%  run {DURATION} left", training[1])
     assert re.search(rf"pass   gradient, chunk 2/4  (━+)(─+)  step {DURATION} left", training[2])
-    assert re.search(r"loss   \d\.\d{4}   [▁█]{2}   gradient norm [\d.]+   rate \d\.\d\de-0\d", training[3])
+    assert re.search(r"loss   \d\.\d{4}   [▁█]{2}   gradient norm [\d.]+   lr \d\.\d\de-0\d", training[3])
     assert re.search(rf"speed  [\d,]+ tokens/s   last step {DURATION}   running {DURATION}", training[4])
     assert re.search(r"memory RAM peak \d\.\d\d of [\d.]+ GiB   RAM pages 0\.\d of 0\.\d MiB", training[5])
     # Above it is what was printed, and nothing else.

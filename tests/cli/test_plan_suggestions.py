@@ -146,7 +146,7 @@ def test_a_larger_host_is_named_if_nothing_else_helps() -> None:
     assert suggestions.suggestion is None and [found.lora for found in suggestions.longest] == [False, True]
     assert suggestions.larger_machine is not None and suggestions.larger_machine.forecast.length == 1 << 24
     text = text_of(forecast, suggestions)
-    [size] = re.findall(r"No setting makes it fit here. It takes ([\d.]+) GiB of free host memory, with --lora", text)
+    [size] = re.findall(r"No setting makes it fit here. It needs ([\d.]+) GiB of free host memory, with --lora", text)
     _, there = plan_qwen_7b(1 << 24, host=float(size), lora=True)
     assert there.suggestion is not None and there.suggestion.forecast.length == 1 << 24
     assert plan_qwen_7b(1 << 24, host=float(size) * 0.9, lora=True)[1].suggestion is None
@@ -159,7 +159,7 @@ def test_a_larger_gpu_is_named_if_the_weights_do_not_fit() -> None:
         forecast = forecast_step(qwen_7b(), Config(), machine, length=8192)
         return forecast, suggest_for(forecast, adapted=qwen_7b(True))
 
-    [size] = re.findall(r"It takes a GPU of ([\d.]+) GiB, with --lora", text_of(*suggestions(small)))
+    [size] = re.findall(r"It needs a GPU with ([\d.]+) GiB, with --lora", text_of(*suggestions(small)))
     for gpu, fits in ((float(size), True), (float(size) - 0.1, False)):
         assert (suggestions(replace(small, gpu_bytes=int(gpu * GIB)))[1].suggestion is not None) == fits
 
@@ -170,7 +170,7 @@ def test_the_smallest_gpu_is_named_with_the_host_memory_it_takes(lora: bool) -> 
     small, length = Machine(gpu_bytes=12 * GIB, host_bytes=8 * GIB), 1 << 19
     forecast = forecast_step(qwen_7b(lora), Config(), small, length=length)
     text = text_of(forecast, suggest_for(forecast, lora, qwen_7b(True)), lora)
-    [(gpu, host)] = re.findall(r"It takes a GPU of ([\d.]+) GiB and ([\d.]+) GiB of free host memory, with ", text)
+    [(gpu, host)] = re.findall(r"It needs a GPU with ([\d.]+) GiB and ([\d.]+) GiB of free host memory, with ", text)
     assert float(gpu) < 20 and float(host) < 40
 
     def fits(gpu: float, host: float) -> bool:
@@ -189,11 +189,11 @@ def test_4_bit_weights_are_mentioned_only_for_frozen_weights_that_do_not_fit() -
     # Here the weights fit, and everything else does not.
     forecast = forecast_step(qwen_7b(True), Config(), machine, length=length)
     text = text_of(forecast, suggest_for(forecast, True), True)
-    assert "It takes a GPU of " in text and "4bit" not in text
+    assert "It needs a GPU with " in text and "4bit" not in text
     # Full training has no frozen weights.
     forecast = forecast_step(qwen_7b(), Config(), replace(machine, gpu_bytes=12 * GIB), length=length)
     text = text_of(forecast, suggest_for(forecast))
-    assert "It takes a GPU of " in text and "4bit" not in text
+    assert "It needs a GPU with " in text and "4bit" not in text
 
 
 def test_without_peft_it_says_what_to_install() -> None:

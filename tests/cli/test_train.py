@@ -81,7 +81,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(here: Path) -> 
         ("max_steps: true", "run.yaml, line 1: max_steps is True; it must be a whole number"),
         ("learning_rate: fast", "run.yaml, line 1: learning_rate is 'fast'; it must be a number"),
         ("use_peft: 3", "run.yaml, line 1: use_peft is 3; it must be true or false"),
-        ("dataset: [a, b]", "run.yaml, line 1: dataset is ['a', 'b']; it must be a text"),
+        ("dataset: [a, b]", "run.yaml, line 1: dataset is ['a', 'b']; it must be text"),
         ("seed:", "run.yaml, line 1: seed is empty; it must be a whole number"),
         ("max_length: 12Q", "run.yaml, line 1: max_length '12Q' is not a number of tokens"),
         ("seed: 1\nmax_steps: 0", "run.yaml, line 2: max_steps is 0; it must be 1 or more"),

@@ -212,7 +212,9 @@ def test_a_failure_to_delete_or_mark_a_checkpoint_is_a_warning(tmp_path: Path, m
             checkpoints.rotate(tmp_path, 1, {tmp_path / "checkpoint-2"})
     by_time = SaveTimer(30)
     by_time._is_ours = True
-    state = argparse.Namespace(output_dir=str(tmp_path), save_total_limit=None, global_step=2)
+    state = argparse.Namespace(
+        output_dir=str(tmp_path), save_total_limit=None, global_step=2, is_world_process_zero=True
+    )
     with monkeypatch.context() as patched:
         patched.setattr(Path, "touch", full)
         with pytest.warns(UserWarning, match=r"checkpoint-2 could not be marked"):

@@ -95,7 +95,7 @@ def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, message: str
 def test_the_sharegpt_form_is_recognized(tmp_path: Path, key: str) -> None:
     turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
     path = write_lines(tmp_path / "a.jsonl", *[{"id": "1", key: turns}] * 30)
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*ShareGPT form; rename .*human to user, gpt to assistant"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .*ShareGPT format; rename .*human to user, gpt to assistant"):
         opened(path, tokenizer=small_tokenizer())
     write_lines(path, {"conversations": HELLO})
     with pytest.raises(ValueError, match=r'a\.jsonl:1: .*found "conversations"; rename "conversations" to "messages"'):

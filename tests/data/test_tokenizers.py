@@ -22,7 +22,7 @@ from oomb.models import load, presets
 
 TEXT = ["--dataset", "text.txt", "--max_length", "256", "--chunk_size", "64", "--device", "cpu"]
 RUN = ["--max_steps", "1", "--sample_tokens", "0", "--no_report", "--output_dir", "out"]
-REFUSED = "--tokenizer_name other is not the tokenizer of model, which would read its ids as other words: "
+REFUSED = "--tokenizer_name other is not the tokenizer of model, so its ids would map to different tokens: "
 
 
 def other_tokenizer() -> Any:

@@ -46,7 +46,7 @@ def test_ignored_labels_do_not_count(engine: Engine) -> None:
     assert [(bucket.start, bucket.count) for bucket in found.buckets] == [(128, 128), (256, 44)]
     whole = perplexity_by_position(engine, [ids], first_bucket=64)
     assert found.buckets == whole.buckets[2:]
-    with pytest.raises(ValueError, match="no token counts"):
+    with pytest.raises(ValueError, match="no token contributes"):
         perplexity_by_position(engine, [{"input_ids": ids, "labels": torch.full_like(ids, -100)}])
     with pytest.raises(ValueError, match="no examples"):
         perplexity_by_position(engine, [])

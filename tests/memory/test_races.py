@@ -165,8 +165,8 @@ def test_pages_in_flight_are_not_overwritten(waits: bool, monkeypatch: pytest.Mo
     assert waits or "a store writes what a load may still touch" in clocks.races
 
 
-def test_a_dropped_forecast_does_not_break_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take something other than the forecast again and again, with copies as late as possible."""
+def test_a_dropped_order_does_not_break_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take something other than the expected order again and again, with copies as late as possible."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     tiers = Tiers(CPU)
     tiers.streams = tiers.prefetcher.streams = LateCopies()

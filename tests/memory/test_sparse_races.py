@@ -228,7 +228,7 @@ WAITS: dict[str, tuple[Mutation, str, str]] = {
         "one layer",
         "the computation reads what a load may still touch",
     ),
-    "computation for load outside the forecast": (
+    "computation for load outside the expected order": (
         computation_ignores_started_load,
         "one layer",
         "the computation reads what a load may still touch",
@@ -285,10 +285,10 @@ def test_engines_load_what_the_cpu_knows(place: str, kinds: set[str], monkeypatc
     ("name", "place", "kept"),
     [*CASES[2:], ("three layers", "gradients split", 0), ("capped windows", "host", 0), ("capped windows", "gpu", 1)],
 )
-def test_the_forecast_matches_attention(
+def test_the_expected_order_matches_attention(
     way: str, name: str, place: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same order: any other request drops the forecast."""
+    """In the same order: any other request drops the expected order."""
     take, forget, surprises = Prefetcher.take, Prefetcher.forget, []
 
     def watched(self: Prefetcher, load: Load) -> Buffer:

@@ -45,7 +45,7 @@ PLACES: dict[str, tuple[int | None, int | None]] = {
 }
 """Pages of K and V, and of their gradients, on the GPU. Three pages of 8 end inside a chunk."""
 WAYS = ("copied", "followed")
-"""Pages copied one by one as on a CPU, or kernels that follow addresses as on a GPU."""
+"""Pages copied one by one as on a CPU, or kernels that take one pointer per page as on a GPU."""
 KEPT = list(itertools.product((False, True), (False, True)))
 """keep_attention, checkpoint_layers."""
 SETTINGS = [

@@ -217,7 +217,7 @@ def test_rounding_does_not_depend_on_the_tier(grad_dtype: torch.dtype) -> None:
 
 
 def test_a_window_does_not_reach_the_first_pages(tiers: Tiers) -> None:
-    """The forecast must list what attention will read, and no more."""
+    """The expected order must list what attention will read, and no more."""
     store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()})
     fill(store)
     asked = [load.key[1:] for load in store.schedule.forward(28, 35, saved=False)]

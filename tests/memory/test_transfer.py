@@ -136,7 +136,7 @@ def ring_of(num_slots: int) -> BufferRing:
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=20))
 def test_loads_run_ahead_as_far_as_there_are_buffers(which: list[int]) -> None:
-    """With two rings and a correct forecast, nothing is loaded twice and all but one buffer are ahead."""
+    """With two rings and a correct expected order, nothing is loaded twice and all but one buffer are ahead."""
     copier = CountingCopier()
     prefetcher, rings = Prefetcher(copier), (ring_of(3), ring_of(2))
     loads = [load for name, index in enumerate(which) for load in loads_of(rings[index], [name])]
@@ -155,7 +155,7 @@ def test_loads_run_ahead_as_far_as_there_are_buffers(which: list[int]) -> None:
     assert [len(ring.free) for ring in rings] == [3, 2]
 
 
-def test_an_unexpected_request_is_served_and_drops_the_forecast() -> None:
+def test_an_unexpected_request_is_served_and_drops_the_expected_order() -> None:
     copier, ring = CountingCopier(), ring_of(3)
     prefetcher = Prefetcher(copier)
     expected = loads_of(ring, range(10, 20))
@@ -165,14 +165,14 @@ def test_an_unexpected_request_is_served_and_drops_the_forecast() -> None:
     assert (slot.bytes == 7).all()
     assert copier.sources == [10, 11, 12, 7] and len(ring.free) == 2
     prefetcher.give(ring, slot, None)
-    assert copier.sources == [10, 11, 12, 7], "the forecast is gone"
+    assert copier.sources == [10, 11, 12, 7], "the expected order is gone"
     slot = prefetcher.take(expected[0])
     assert (slot.bytes == 10).all()
     prefetcher.give(ring, slot, None)
     assert len(ring.free) == 3 and len(set(map(id, ring.free))) == 3
 
 
-def test_the_forecast_of_one_sequence_does_not_serve_another(tiers: Tiers) -> None:
+def test_the_expected_order_of_one_sequence_does_not_serve_another(tiers: Tiers) -> None:
     first, second = (make_store(tiers, layers={0: layer_spec()}) for _ in range(2))
     fill(first)
     k, *_ = fill(second)[0]
@@ -181,7 +181,7 @@ def test_the_forecast_of_one_sequence_does_not_serve_another(tiers: Tiers) -> No
     assert torch.equal(keys(second, 35), k[:, :, :35])
 
 
-def test_a_new_forecast_replaces_the_old() -> None:
+def test_a_new_expected_order_replaces_the_old() -> None:
     copier, ring = CountingCopier(), ring_of(2)
     prefetcher = Prefetcher(copier)
     prefetcher.expect(loads_of(ring, range(5)))
@@ -194,8 +194,8 @@ def test_a_new_forecast_replaces_the_old() -> None:
     assert len(ring.free) == 2
 
 
-def test_the_forecast_matches_attention(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every load is forecast in the right order: `forget` finds none in flight."""
+def test_the_expected_order_matches_attention(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load is expected in the right order: `forget` finds none in flight."""
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)
     store = make_store(tiers, layers={0: layer_spec(window=9), 1: layer_spec()}, gpu_tokens=4, keeps=True)
     fill(store)

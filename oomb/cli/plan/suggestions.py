@@ -20,7 +20,7 @@ EXPLANATIONS = {
     "lora": "train adapters and freeze the weights",
     "batch_size": "one sequence at a time with gradient accumulation: the same result",
     "host_memory": f"all free host memory except {SPARE_HOST_BYTES >> 30} GiB",
-    "gpu_memory": "all GPU memory that the rest leaves free",
+    "gpu_memory": "all GPU memory not needed for anything else",
     "keep_attention": "recompute attention in the gradient pass: slower",
     "checkpoint_layers": "recompute layers in the gradient pass: slower",
     "chunk_size": "shorter chunks: slower",
@@ -195,11 +195,11 @@ def _machine_lines(text: SuggestionText) -> Iterator[str]:
     machine, asked = text.forecast.machine, text.suggestion.asked
     memory = []
     if machine.gpu_bytes > asked.machine.gpu_bytes:
-        memory.append(f"a GPU of {gib(machine.gpu_bytes + GIB / 200)}")
+        memory.append(f"a GPU with {gib(machine.gpu_bytes + GIB / 200)}")
     if machine.host_bytes > asked.machine.host_bytes:
         memory.append(f"{gib(machine.host_bytes + GIB / 200)} of free host memory")
     flags = f", with {' '.join(text.flags)}" if text.flags else ""
-    yield f"No setting makes it fit here. It takes {' and '.join(memory)}{flags}."
+    yield f"No setting makes it fit here. It needs {' and '.join(memory)}{flags}."
     if text.suggestion.lora and text.forecast.request.shape.weight_bytes > asked.gpu_limit:
         yield (
             "The weights alone do not fit this GPU: oomb train --load_in_4bit stores them in about a quarter of the "
@@ -223,7 +223,7 @@ def suggestions_as_dict(report: PlanReport) -> dict[str, Any]:
 
 
 def step_time(forecast: StepForecast) -> str:
-    """Return the predicted time of a step, for a person: "about 35.1 s, 3,734 tokens/s"."""
+    """Return the predicted time of a step as text: "about 35.1 s, 3,734 tokens/s"."""
     assert forecast.seconds is not None
     tokens_per_second = forecast.length * forecast.batch_size / forecast.seconds
     about = "more than" if forecast.is_lower_bound else "about"

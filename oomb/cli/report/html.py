@@ -210,7 +210,7 @@ def _setting_text(value: Any) -> str:
 
 
 def steps(run: Run) -> str:
-    """Return the table of steps, folded."""
+    """Return the table of steps, collapsed."""
     if not run.steps:
         return ""
     columns = {key: STEP_COLUMNS[key] for key in STEP_COLUMNS if run.series(key)}

@@ -83,7 +83,7 @@ def load_tokenizer(settings: TrainSettings, model_config: PretrainedConfig) -> P
     """Return the tokenizer, or None if the model reads bytes.
 
     Raises:
-        SettingError: `tokenizer_name` gives other ids than the model's own tokenizer.
+        SettingError: `tokenizer_name` gives different ids from the model's own tokenizer.
     """
     trust = {"trust_remote_code": settings.trust_remote_code}
     if settings.tokenizer_name is not None:

@@ -17,7 +17,7 @@ FIELDS: dict[str, Field[Any]] = {
     **{described.name: described for described in fields(Config) if described.metadata["has_flag"]},
 }
 """Every key of a run's YAML file, with what its field declares."""
-KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def plain_type(annotation: Any) -> tuple[type, bool]:
