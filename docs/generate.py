@@ -62,7 +62,19 @@ def row(described: Field[Any]) -> str:
 def module_tables() -> str:
     """Return every module with the first sentence of its docstring, by folder, from the top floor down."""
     tables = []
-    for folder in ("cli", "trainers", "eval", "engine", "planner", "models", "attention", "memory", "data", "ops"):
+    for folder in (
+        "cli",
+        "trainers",
+        "eval",
+        "engine",
+        "planner",
+        "models",
+        "attention",
+        "memory",
+        "data",
+        "ops",
+        "distributed",
+    ):
         rows = [module_row(path) for path in sorted((PACKAGE / folder).rglob("*.py"))]
         title = f"### {folder}\n\n{summary(PACKAGE / folder / '__init__.py')}\n"
         tables.append("\n".join([title, "| module | what it does |", "|---|---|", *filter(None, rows)]))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomb.config import Config
+    from oomb.distributed.mesh import init_mesh
+    from oomb.distributed.watch import RankFailed
     from oomb.engine.engine import Engine
     from oomb.engine.optim import OffloadedAdamW
     from oomb.memory.pool import OutOfPages
@@ -26,15 +28,17 @@ _HOME = {
     "NonFiniteError": "oomb.trainers.finite",
     "OffloadedAdamW": "oomb.engine.optim",
     "OutOfPages": "oomb.memory.pool",
+    "RankFailed": "oomb.distributed.watch",
     "SFTTrainer": "oomb.trainers.sft",
     "Trainer": "oomb.trainers.trainer",
     "UnsupportedModelError": "oomb.models.checks",
+    "init_mesh": "oomb.distributed.mesh",
 }
 
 # Without `DPOTrainer` and `SFTTrainer`: `from oomb import *` must not ask for TRL.
 __all__ = [
-    "Config", "Engine", "NonFiniteError", "OffloadedAdamW", "OutOfPages", "Trainer", "UnsupportedModelError",
-    "__version__",
+    "Config", "Engine", "NonFiniteError", "OffloadedAdamW", "OutOfPages", "RankFailed", "Trainer",
+    "UnsupportedModelError", "__version__", "init_mesh",
 ]  # fmt: skip
 
 

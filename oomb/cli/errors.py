@@ -39,6 +39,8 @@ def one_clear_message() -> Iterator[None]:
     except (ValueError, OSError, MemoryError) as error:
         _fail(str(error) or type(error).__name__, error)
     except Exception as error:
+        if type(error).__name__ == "RankFailed":
+            _fail(str(error), error)
         # torch.OutOfMemoryError, by its name: importing torch here would slow down every command.
         if type(error).__name__ == "OutOfMemoryError":
             reason = str(error).splitlines()[0]
@@ -47,9 +49,13 @@ def one_clear_message() -> Iterator[None]:
 
 
 def _fail(message: str, error: Exception, *, unexpected: bool = False) -> NoReturn:
+    rank = int(os.environ.get("RANK", 0))
+    if rank and getattr(error, "is_elsewhere", False):
+        raise typer.Exit(EXIT_BAD_INPUT) from error  # rank 0 prints it
     if unexpected or os.environ.get("OOMB_DEBUG"):
         traceback.print_exception(error)
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    where = f" (rank {rank})" if rank else ""
+    Console(stderr=True).print(f"[bold red]error{where}:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(EXIT_BAD_INPUT) from error
 
 

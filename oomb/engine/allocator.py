@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from oomb.config import Config
+from oomb.distributed.mesh import ranks_per_host
 from oomb.engine.grads import reusable_bytes
 from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
@@ -69,10 +70,12 @@ class PageAllocator:
     Args:
         model: the model that the batches run through.
         config: settings of the engine.
+        is_alone: whether no other rank of a mesh shares this machine's memory.
     """
 
-    def __init__(self, model: CausalLM, config: Config) -> None:
+    def __init__(self, model: CausalLM, config: Config, *, is_alone: bool = True) -> None:
         self.model, self.config = model, config
+        self._num_ranks = 1 if is_alone else ranks_per_host()
         self._versions: list[int] | None = None
         """Versions of the trainable parameters after the first gradient pass."""
         self._tiers: Tiers | None = None
@@ -213,7 +216,8 @@ class PageAllocator:
         if request.longest < request.length:
             # Positions restart with every document, and the length of each was checked.
             facts = replace(facts, num_positions=None)
-        gpu, host = usable_gpu_bytes(self.model.device), free_host_bytes() + self.tiers.idle_bytes(HOST)
+        gpu = usable_gpu_bytes(self.model.device)
+        host = free_host_bytes() // self._num_ranks + self.tiers.idle_bytes(HOST)
         if gpu is None:  # a CPU has one memory
             host += self.tiers.idle_bytes(GPU)
         missing_grad_bytes = 0

@@ -6,19 +6,24 @@ The two passes behind every call are in `oomb/engine/passes.py`. B batch, T toke
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from oomb.config import Config
+from oomb.distributed.data_parallel import GlobalSum, GradientSync
+from oomb.distributed.mesh import data_parallel_group
 from oomb.engine.allocator import PageAllocator, TransferStats
 from oomb.engine.batch import Batch
-from oomb.engine.grads import float32_sums_fit, reject_tensor_hooks
+from oomb.engine.grads import float32_sums_fit, reject_grad_hooks, reject_tensor_hooks
 from oomb.engine.head import Head, TokenHead
 from oomb.engine.packing import PackedInputs, pack_inputs
 from oomb.engine.passes import ChunkCounter, ChunkedForward, ChunkedOutputs, OnSelection
+from oomb.engine.replicas import match_replicas
 from oomb.models.causal_lm import CausalLM
 from oomb.models.hooks import engine_lock
 from oomb.planner.request import Placement
@@ -34,6 +39,9 @@ class Engine:
         model: any causal LM of transformers that calls the attention interface, PEFT-wrapped or not. Unsupported models
             raise `oomb.UnsupportedModelError`.
         config: settings of the engine. Defaults to `oomb.Config()`.
+        mesh: ranks that train together, such as `oomb.init_mesh()`. Its dimension "dp" holds copies of the model that
+            train on different sequences; their gradients are averaged at the end of every backward. Every rank must
+            create the engine and make the same calls. Defaults to this process alone.
 
     Attributes:
         progress: called as `progress(phase, done, total)` after every chunk, where `phase` is "fill" or "gradient" and
@@ -51,7 +59,7 @@ class Engine:
         True
     """
 
-    def __init__(self, model: nn.Module, config: Config | None = None) -> None:
+    def __init__(self, model: nn.Module, config: Config | None = None, *, mesh: DeviceMesh | None = None) -> None:
         if config is not None and not isinstance(config, Config):
             raise TypeError(
                 f"config is a {type(config).__name__}; pass oomb.Config(...), or Config.from_dict(settings)"
@@ -59,7 +67,10 @@ class Engine:
         self.config = config or Config()
         self.model = CausalLM(model)
         self.progress: Callable[[str, int, int], None] | None = None
-        self.allocator = PageAllocator(self.model, self.config)
+        self.mesh = mesh
+        self.replicas = GradientSync(data_parallel_group(mesh), self.model.parameters)
+        match_replicas(self.model, self.replicas.group)
+        self.allocator = PageAllocator(self.model, self.config, is_alone=self.replicas.group.size == 1)
         self._head = TokenHead(self.model)
         self.last_chunk_owner: weakref.ref[ChunkedForward] | None = None
         """The batch whose last chunk keeps its activations until its backward, if there is one."""
@@ -84,17 +95,30 @@ class Engine:
             labels: as in Hugging Face: same shape as `input_ids`, shifted inside, -100 is ignored. Defaults to
                 `input_ids`.
             num_items: divide the summed loss by this number. Defaults to the number of counted tokens: the mean.
+                With a mesh, both the loss and this number are those of all ranks.
             attention_mask: [B, T], 0 at padding. Numbers above 1 tell the documents of a row apart (1, 1, 2, 2, 0).
             position_ids: [B, T]. They restart at 0 where a new document begins in a row.
         """
         packed = self.pack(input_ids, labels, attention_mask, position_ids)
-        num_counted = packed.num_counted
-        if num_counted == 0 and num_items is None:
-            raise ValueError(
-                "no token counts: each label is -100, padding, or the first of its row, which nothing predicts"
-            )
-        total = -torch.stack([logp.sum() for logp in self.forward(packed)["logprob"]]).sum()
-        return total / (num_counted if num_items is None else num_items)
+        if num_items is None:
+            num_items = self.replicas.group.sum(packed.num_counted)
+            if num_items == 0:
+                raise ValueError(
+                    "no token contributes to the loss: each label is -100, padding, or the first of its row, which "
+                    "nothing predicts"
+                )
+        total = -self._sum_logprobs(packed)
+        if self.replicas.group.size > 1:
+            total = GlobalSum.apply(total, self.replicas)
+        return total / num_items
+
+    def _sum_logprobs(self, packed: PackedInputs) -> Tensor:
+        """Return the summed log-probability of the targets of this rank's sequences."""
+        if not packed.batches:
+            # This rank has no sequences, but takes part in the reduction of gradients.
+            dtype = torch.promote_types(self.model.dtype, torch.float32)
+            return torch.zeros((), dtype=dtype, device=self.model.device, requires_grad=True)
+        return torch.stack([logp.sum() for logp in self.forward(packed)["logprob"]]).sum()
 
     @overload
     def logprobs(
@@ -142,12 +166,28 @@ class Engine:
         finally:
             chunked.close()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank of a mesh for the duration of a `with`, without averaging them.
+
+        The next backward outside of it averages all that has accumulated. Without a mesh this does nothing.
+        """
+        with self.replicas.paused():
+            yield
+
+    def sync_grads(self) -> None:
+        """Average gradients over the ranks of a mesh now, as the end of a backward does.
+
+        All ranks must call it. It is for ranks whose own loss has nothing to call backward on.
+        """
+        self.replicas.average()
+
     def expect_optimizer(self, *, on_host: bool) -> None:
         """Say where the optimizer will keep its states. By default the engine leaves room for them on the GPU."""
         self.allocator.optimizer_on_host = on_host
 
     def release(self) -> None:
-        """Give back the memory held for pages of later calls. The next call takes it again."""
+        """Free the cached page memory. The next call allocates it again."""
         with engine_lock:
             self.allocator.tiers.release()
 
@@ -192,6 +232,7 @@ class Engine:
             num_positions=self.model.num_positions,
             pad_token_id=self.model.pad_token_id,
             placeholders=self.model.placeholders,
+            may_be_empty=self.replicas.group.size > 1,
         )
 
     def forward(
@@ -214,6 +255,8 @@ class Engine:
                 outputs = [chunked.fill() for chunked in all_chunked]
         else:
             reject_tensor_hooks(self.model.lm.named_parameters())
+            if self.replicas.group.size > 1:
+                reject_grad_hooks(self.model.lm.named_parameters())
             anchor = torch.zeros((), device=self.model.device, requires_grad=True)
             try:
                 outputs = [ChunkedOutputs.apply(anchor, chunked) for chunked in all_chunked]

@@ -29,7 +29,7 @@ def accumulate(parameters: Iterable[nn.Parameter], in_float32: bool, seed: int =
         parameters: Parameters of the model.
         in_float32: Sum gradients of less than 4 bytes in float32 and add the sums to `.grad` at the end. If the body
             raises, these `.grad` stay as they were. Otherwise add to `.grad` with stochastic rounding.
-        seed: Seed of stochastic rounding.
+        seed: Seed for stochastic rounding.
     """
     parameters = [p for p in parameters if p.requires_grad]
     hooks = {p: dict(p._post_accumulate_grad_hooks) for p in parameters if p._post_accumulate_grad_hooks}
@@ -55,6 +55,16 @@ def reject_tensor_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             raise ValueError(
                 f"{name} has a hook from register_hook, which would run for every chunk: use "
                 "register_post_accumulate_grad_hook, which runs once per backward"
+            )
+
+
+def reject_grad_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError for a hook on finished gradients, which would run before ranks have averaged them."""
+    for name, parameter in parameters:
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has a hook from register_post_accumulate_grad_hook, which would see the gradient of one rank "
+                "only: step the optimizer after the backward"
             )
 
 

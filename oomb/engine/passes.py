@@ -32,6 +32,7 @@ from oomb.attention.call import AttentionCall, AttentionSpec
 from oomb.attention.chunk import ChunkAttention, attend
 from oomb.attention.dense import DensePast
 from oomb.attention.sparse import SparsePast
+from oomb.distributed import watch
 from oomb.engine.allocator import AllocationRequest
 from oomb.engine.batch import Batch, Chunk
 from oomb.engine.grads import accumulate
@@ -61,7 +62,7 @@ class ChunkCounter:
 
 
 class ChunkedOutputs(torch.autograd.Function):
-    """The joint of the two passes: forward is the fill pass, backward the gradient pass.
+    """The autograd function that connects the two passes: forward is the fill pass, backward the gradient pass.
 
     Parameters receive their gradients from the backward calls nested inside, as in reentrant checkpointing. The anchor
     only makes autograd call this function.
@@ -80,6 +81,7 @@ class ChunkedOutputs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads_BT: Tensor | None) -> tuple[None, None]:
+        ctx.chunked.engine.replicas.queue()
         ctx.chunked.backward(grads_BT)
         return None, None
 
@@ -268,6 +270,7 @@ class ChunkedForward:
     def _each(self, phase: str, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         """Make one chunk after another the current one, and report each when it is done."""
         for chunk in chunks:
+            watch.check()
             self.chunk = chunk
             yield chunk
             self.counter.done[phase] += 1
@@ -307,9 +310,9 @@ class ChunkedForward:
         before = self.rng_checksums.setdefault(chunk.index, now)
         if before is not None and now is not None and before != now:
             raise RuntimeError(
-                f"chunk {chunk.index} drew other random numbers in the gradient pass than in the fill pass, so dropout "
-                "is not replayed: does another thread draw from PyTorch's default generator? Give it a torch.Generator "
-                "of its own"
+                f"chunk {chunk.index} drew different random numbers in the gradient pass than in the fill pass, so "
+                "dropout cannot be replayed: does another thread draw from PyTorch's default generator? Give it a "
+                "torch.Generator of its own"
             )
 
     def _rng_checksum(self) -> int:

@@ -17,9 +17,9 @@ DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel")
 class UnsupportedModelError(ValueError):
     """A model that chunk recurrence cannot train exactly.
 
-    Chunks hand on only K and V of causal attention, so a model that carries anything else from token to token is
-    rejected instead of being trained with wrong gradients. The message names the class at fault and what to do.
-    docs/limits.md lists all reasons.
+    Only K and V of causal attention carry over between chunks, so a model that carries anything else from token to
+    token is rejected instead of being trained with wrong gradients. The message names the class at fault and what to
+    do. docs/limits.md lists all reasons.
 
     Example:
         >>> import oomb, torch
@@ -43,8 +43,8 @@ def unwrap(model: nn.Module, *, check: bool = True, allow_meta: bool = False) ->
         raise UnsupportedModelError(f"model is a {type(model).__name__}: pass a Hugging Face causal LM")
     if check and type(model).__name__ in DISTRIBUTED and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedModelError(
-            f"the model is wrapped in {type(model).__name__}, but the engine does not reduce gradients across the "
-            f"{dist.get_world_size()} processes: train in one process"
+            f"the model is wrapped in {type(model).__name__}, whose forward the engine never calls, so the "
+            f"{dist.get_world_size()} processes would train apart: pass the model itself, with mesh=oomb.init_mesh()"
         )
     while hasattr(model, "_orig_mod") or (hasattr(model, "module") and isinstance(model.module, nn.Module)):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
@@ -73,8 +73,8 @@ def _check_architecture(model: PreTrainedModel) -> None:
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in LAYER_TYPES:
             raise UnsupportedModelError(
-                f"layer {index} of {name} is of type {kind!r}, but chunks can hand on only K and V of causal "
-                "attention: use a model whose layers are all full or sliding-window attention"
+                f"layer {index} of {name} is of type {kind!r}, but only K and V of causal attention carry over "
+                "between chunks: use a model whose layers are all full or sliding-window attention"
             )
     if model.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name} is not a causal decoder: use a decoder-only model")
@@ -90,8 +90,8 @@ def _check_architecture(model: PreTrainedModel) -> None:
         )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{name} carries a recurrent state ({_find(backbone, _has_state)}), but chunks can hand on only K and V: "
-            "use a model whose layers are all attention"
+            f"{name} carries a recurrent state ({_find(backbone, _has_state)}), but only K and V carry over between "
+            "chunks: use a model whose layers are all attention"
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
@@ -180,8 +180,8 @@ def check_every_layer_attended(
     for index, layer in enumerate(layers):
         if index not in windows:
             raise UnsupportedModelError(
-                f"layer {index} of {name} ({type(layer).__name__}) did not call attention, but chunks can hand on only "
-                "K and V: use a model whose layers are all attention"
+                f"layer {index} of {name} ({type(layer).__name__}) did not call attention, but only K and V carry over "
+                "between chunks: use a model whose layers are all attention"
             )
     window = _configured_window(model.config.get_text_config(decoder=True))
     if window is not None and window < total_length and not any(windows.values()):

@@ -83,9 +83,10 @@ def check_inputs(inputs: dict[str, Any]) -> None:
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for arguments that the engine cannot honor, with what to do instead."""
-    if args.world_size > 1:
+    if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ValueError(
-            f"oomb.Trainer runs in one process, but {args.world_size} were started: run it with python, not torchrun"
+            "average_tokens_across_devices is False, but the engine divides the loss by the tokens of all ranks: leave "
+            "it at True"
         )
     if args.fsdp or args.deepspeed:
         raise ValueError("oomb.Trainer does not work with fsdp or deepspeed: leave them out of the TrainingArguments")

@@ -10,8 +10,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
+
+from oomb.distributed.collectives import Group
 
 ADVICE = (
     "Lower the learning rate, clip gradients (max_grad_norm), use bfloat16 or float32 instead of float16, or remove "
@@ -68,7 +71,11 @@ class FiniteSteps(transformers.Trainer):
         self._is_bad = False
         """Whether to skip the current step."""
         self._infinite_from_the_start: set[str] = set()
+        self._ranks = Group()
+        """The ranks that take the same steps."""
         super().__init__(*positional, **options)
+        if self.args.world_size > 1:
+            self._ranks = Group(dist.group.WORLD)
 
     def get_batch_samples(self, *positional: Any, **options: Any) -> Any:
         result = super().get_batch_samples(*positional, **options)
@@ -78,9 +85,15 @@ class FiniteSteps(transformers.Trainer):
     def training_step(self, *positional: Any, **options: Any) -> Tensor:
         loss = super().training_step(*positional, **options)
         self._num_computed += 1
-        if self.max_skipped_steps is not None and not self._is_bad and not torch.isfinite(loss).all():
-            self._stop_or_skip(f"the loss is {float(loss)}", only=self._num_computed - 1)
+        if self.max_skipped_steps is not None and not self._is_bad:
+            is_bad = not self._is_own_loss_finite(loss)
+            if self._ranks.any(is_bad or not bool(torch.isfinite(loss).all())):
+                self._stop_or_skip(f"the loss is {float(loss)}", is_bad=is_bad, only=self._num_computed - 1)
         return loss
+
+    def _is_own_loss_finite(self, loss: Tensor) -> bool:
+        """Return whether the loss of this rank's batch is finite."""
+        return bool(torch.isfinite(loss).all())
 
     def _get_grad_norm(self, *positional: Any, **options: Any) -> Any:
         """Check the norm. transformers calls this once per step, after the last backward and before the optimizer."""
@@ -89,16 +102,26 @@ class FiniteSteps(transformers.Trainer):
         is_scaled = getattr(self.accelerator, "scaler", None) is not None
         is_finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
         if self.max_skipped_steps is not None and not (is_finite or is_scaled or self._is_bad):
-            self._stop_or_skip(f"the gradient norm is {float(norm)}")
+            self._stop_or_skip(f"the gradient norm is {float(norm)}", is_bad=True)
         if self._is_bad:
             # Without gradients the optimizer changes nothing.
             self.model.zero_grad(set_to_none=True)
         return norm
 
-    def _stop_or_skip(self, what: str, only: int | None = None) -> None:
-        """Skip the current step, or raise if no more may be skipped. `only` is the batch at fault, if known."""
+    def _stop_or_skip(self, what: str, *, is_bad: bool, only: int | None = None) -> None:
+        """Skip the current step, or raise if no more may be skipped. All ranks call this together.
+
+        Args:
+            what: What is not finite.
+            is_bad: Whether this rank's batches are at fault.
+            only: The batch at fault, if known.
+        """
         assert self.max_skipped_steps is not None
-        step, examples = self.state.global_step + 1, self._describe_examples(only)
+        everyones = self._ranks.gather((what, self._describe_examples(only)) if is_bad else None)
+        at_fault = [found for found in everyones if found is not None]
+        if at_fault:
+            what = at_fault[0][0]
+        step, examples = self.state.global_step + 1, _limited([text for _, found in at_fault for text in found])
         where = f"{what} in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}"
         if self.num_skipped_steps < self.max_skipped_steps:
             self.num_skipped_steps += 1
@@ -128,7 +151,8 @@ class FiniteSteps(transformers.Trainer):
         if self.max_skipped_steps is None:
             return
         if lost := [name for name in nonfinite_names(self._trained()) if name not in self._infinite_from_the_start]:
-            step, examples = self.state.global_step + 1, self._describe_examples()
+            everyones = self._ranks.gather(self._describe_examples())
+            step, examples = self.state.global_step + 1, _limited([text for found in everyones for text in found])
             raise NonFiniteError(
                 f"the update in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}, made weights NaN "
                 f"or infinite: {_shortened(lost)}. They will not be saved. {ADVICE}",
@@ -156,7 +180,7 @@ class FiniteSteps(transformers.Trainer):
                 found += [f"example {number:,}{text}" for number, text in zip(known, texts, strict=False)]
             else:
                 found += [f"an example{text}" for text in texts] or [f"batch {index + 1} of the step"]
-        return [*found[:MAX_NAMED], f"{len(found) - MAX_NAMED:,} more"] if len(found) > MAX_NAMED else found
+        return found
 
     def _example_numbers(self) -> list[list[int]]:
         """Return the dataset indices of each batch of the step, or nothing if they cannot be determined.
@@ -203,6 +227,12 @@ def nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         is_finite = torch.stack(peaks).isfinite().tolist()
         lost += [name for (name, _), finite in zip(group, is_finite, strict=True) if not finite]
     return lost
+
+
+def _limited(examples: list[str]) -> list[str]:
+    """Return the first few examples, and how many more there are."""
+    rest = len(examples) - MAX_NAMED
+    return [*examples[:MAX_NAMED], f"{rest:,} more"] if rest > 0 else examples
 
 
 def _shortened(names: list[str]) -> str:

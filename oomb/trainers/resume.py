@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from oomb.distributed import watch
 from oomb.models.weight_files import find_broken_file
+from oomb.ops.rounding import mix
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import FiniteSteps
 from oomb.trainers.step_state import SeededByEpoch, StepSnapshot, random_state, set_random_state
@@ -74,6 +76,7 @@ class ResumableTrainer(FiniteSteps):
         """
         output_dir = Path(self.args.output_dir)
         with ExitStack() as stack:
+            stack.enter_context(watch.together())
             if self.args.should_save and not self.holds_lock:
                 stack.enter_context(locked(output_dir))
             folder = self._folder_to_resume(output_dir, resume_from_checkpoint)
@@ -81,19 +84,7 @@ class ResumableTrainer(FiniteSteps):
 
     def _folder_to_resume(self, output_dir: Path, resume_from_checkpoint: str | Path | bool | None) -> Path | None:
         """Return the checkpoint to start from, verified."""
-        if self.args.should_save:
-            files.remove_leftovers(output_dir)
-        folder: Path | None = None
-        if resume_from_checkpoint is True:
-            folder = checkpoints.latest(output_dir)
-            if folder is None:
-                raise ValueError(
-                    f"there is no complete checkpoint in {output_dir} to resume from: "
-                    f"{', '.join(path.name for path in checkpoints.find(output_dir)) or 'none'} found"
-                )
-        elif resume_from_checkpoint:
-            folder = Path(resume_from_checkpoint)
-            checkpoints.check(folder)
+        folder = watch.on_first_rank(lambda: self._find_and_check(output_dir, resume_from_checkpoint))
         if folder is not None and not (folder / "optimizer.pt").is_file():
             warnings.warn(
                 f"{folder} has only weights (save_only_model=True): optimizer, schedule and random numbers start from "
@@ -107,12 +98,31 @@ class ResumableTrainer(FiniteSteps):
         self.num_skipped_steps = self._extra_state.get("num_skipped_steps", 0)
         return folder
 
+    def _find_and_check(self, output_dir: Path, resume_from_checkpoint: str | Path | bool | None) -> Path | None:
+        if self.args.should_save:
+            files.remove_leftovers(output_dir)
+        folder: Path | None = None
+        if resume_from_checkpoint is True:
+            folder = checkpoints.latest(output_dir)
+            if folder is None:
+                raise ValueError(
+                    f"there is no complete checkpoint in {output_dir} to resume from: "
+                    f"{', '.join(path.name for path in checkpoints.find(output_dir)) or 'none'} found"
+                )
+        elif resume_from_checkpoint:
+            folder = Path(resume_from_checkpoint)
+            checkpoints.check(folder)
+        return folder
+
     def save_checkpoint(self) -> Path | None:
         """Save a checkpoint of the last finished step and return its folder, or None before the first step.
 
         Works after an interrupt within the next step, by Ctrl-C or a signal, unless the optimizer was stepping. Raises
-        `CheckpointNotSaved` if the checkpoint cannot be written.
+        `CheckpointNotSaved` if the checkpoint cannot be written. With several ranks the first one saves, and needs
+        nothing from the others, which may have failed.
         """
+        if not self.args.should_save:
+            return self._newest
         if self.is_stepping:
             newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no earlier checkpoint"
             raise RuntimeError(f"cannot save a checkpoint: the optimizer was interrupted within its step; {newest}")
@@ -121,11 +131,28 @@ class ResumableTrainer(FiniteSteps):
         is_saved = self._newest is not None and self._newest.is_dir() and self._saved_step == self.state.global_step
         if not is_saved:
             with self._step_end.restored(self):
-                self._save_checkpoint(self.model, None)
+                self._write_checkpoint(self.model, None)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return self._newest
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Let the first rank write a checkpoint while the others wait. An error is raised on all."""
+        if self.args.world_size > 1:
+            super().store_flos()
+
+        def write() -> tuple[Path | None, str | None]:
+            self._write_checkpoint(model, trial)
+            return self._newest, self.state.best_model_checkpoint
+
+        self._newest, self.state.best_model_checkpoint = watch.on_first_rank(write)
+        self._saved_step, self._has_saved = self.state.global_step, True
+
+    def store_flos(self) -> None:
+        # transformers sums them over ranks, also in the middle of writing a checkpoint, which is done by one.
+        if self.args.world_size == 1 or self._staging is None:
+            super().store_flos()
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"checkpoint-{self.state.global_step}"
         if not self._has_saved:
@@ -141,11 +168,18 @@ class ResumableTrainer(FiniteSteps):
         with checkpoints.write(folder, self._checkpoint_bytes(), keep_free_bytes=keep_free_bytes) as partial:
             self._staging = partial.parent
             try:
-                super()._save_checkpoint(model, trial)
+                with self._without_barrier():
+                    super()._save_checkpoint(model, trial)
             finally:
                 self._staging = None
+            if self.args.world_size > 1:
+                # What a run on one rank continues with. Several ranks seed themselves in every step.
+                (partial / "rng_state_0.pth").rename(partial / "rng_state.pth")
+                if self.state.best_global_step == self.state.global_step:
+                    self.state.best_model_checkpoint = str(partial)
             if self.state.best_model_checkpoint == str(partial):
                 self.state.best_model_checkpoint = str(folder)
+            if self.args.world_size > 1 or self.state.best_model_checkpoint == str(folder):
                 self.state.save_to_json(str(partial / checkpoints.STATE))
             extra_state = {
                 "data_seed": self._data_seed,
@@ -158,6 +192,17 @@ class ResumableTrainer(FiniteSteps):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         checkpoints.rotate(run_dir, self.args.save_total_limit, self._to_keep(folder))
+
+    @contextmanager
+    def _without_barrier(self) -> Iterator[None]:
+        """Keep transformers from waiting for other ranks before it looks for the best checkpoint."""
+        best = self.state.best_global_step
+        if self.args.world_size > 1:
+            self.state.best_global_step = None
+        try:
+            yield
+        finally:
+            self.state.best_global_step = best
 
     def _to_keep(self, newest: Path) -> set[Path]:
         best = self.state.best_model_checkpoint
@@ -221,7 +266,8 @@ class ResumableTrainer(FiniteSteps):
         # Without a data_seed the order depends on whatever seeded torch last, which a resumed run need not repeat.
         config = self.accelerator.dataloader_config
         given, resumed = config.data_seed, self._extra_state.get("data_seed")
-        self._data_seed = next(seed for seed in (given, resumed, torch.initial_seed()) if seed is not None)
+        own = watch.on_first_rank(torch.initial_seed)
+        self._data_seed = next(seed for seed in (given, resumed, own) if seed is not None)
         config.data_seed = self._data_seed
         try:
             return super().get_train_dataloader()
@@ -338,6 +384,13 @@ class _Steps(TrainerCallback):
     ) -> None:
         self.trainer._resume_logging()
         self.trainer.note_weights()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.world_size > 1:
+            # Each rank and step draws its own random numbers, so that a checkpoint need not have those of every rank.
+            set_seed(mix(args.seed, state.global_step, args.process_index))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

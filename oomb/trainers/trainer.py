@@ -7,15 +7,18 @@ checks for NaN and infinity.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
+from oomb.distributed.mesh import init_mesh
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models.checks import unwrap
@@ -36,6 +39,8 @@ OWN_LOSS = "Compute the loss in compute_loss from self.engine.loss or self.engin
 
 class Trainer(ResumableTrainer):
     """A `transformers.Trainer` for sequences whose activations do not fit in memory.
+
+    Under `torchrun`, ranks train on different examples and average their gradients, once per step.
 
     Training and evaluation go through the engine, which never holds the logits of a whole sequence. `compute_metrics`
     therefore gets per-token log-probabilities [B, T] as `predictions` (see `Engine.logprobs`), not logits. Batches
@@ -87,6 +92,9 @@ class Trainer(ResumableTrainer):
         args = without_checkpointing(args)
         self.engine_config = engine_config
         self._has_states_on_host = False
+        self._mesh: DeviceMesh | None = None
+        if args.world_size > 1:
+            self._mesh = init_mesh(args.device.type)
         self._engine: Engine | None = None
         self._engine_of: tuple[nn.Module, torch.device] | None = None
         super().__init__(model, args, *positional, max_skipped_steps=max_skipped_steps, **options)
@@ -124,14 +132,26 @@ class Trainer(ResumableTrainer):
             if is_checkpointing(self.model):
                 set_checkpointing(unwrap(self.model), on=False)
                 warn_checkpointing_off("The model has gradient checkpointing enabled")
-            self._engine = Engine(self.model, self.engine_config)
+            self._engine = Engine(self.model, self.engine_config, mesh=self._mesh)
             self._engine.expect_optimizer(on_host=self._has_states_on_host)
             self._engine_of = model_and_device
         return self._engine
 
     def training_step(self, *positional: Any, **options: Any) -> Tensor:
-        with _engine_alone_trains(self.engine.model.backbone):
+        self.engine.replicas.last_share = None
+        accumulates = nullcontext() if self.accelerator.sync_gradients else self.engine.no_sync()
+        with _engine_alone_trains(self.engine.model.backbone), accumulates:
             return super().training_step(*positional, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # The engine averages gradients. DistributedDataParallel would keep a second copy of them, and its forward is
+        # never called.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def _is_own_loss_finite(self, loss: Tensor) -> bool:
+        share = self.engine.replicas.last_share
+        return super()._is_own_loss_finite(loss if share is None else share)
 
     def compute_loss(
         self,
@@ -146,6 +166,8 @@ class Trainer(ResumableTrainer):
     def _batch_loss(self, inputs: dict[str, Any], num_items: Tensor | int | None) -> Tensor:
         """Return the loss of a batch. The TRL trainers override this to let TRL compute it."""
         check_inputs(inputs)
+        if self.engine.replicas.is_alone:
+            num_items = None  # it counts the tokens of all ranks
         # transformers applies mixed precision (bf16, fp16) in a wrapped `forward`, which the engine never calls.
         with self.accelerator.autocast():
             return self.engine.loss(inputs["input_ids"], inputs.get("labels"), num_items=num_items, **layout_of(inputs))
@@ -157,12 +179,14 @@ class Trainer(ResumableTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        loss, labels = self._eval_loss(model, inputs, prediction_loss_only, ignore_keys)
-        if prediction_loss_only:
-            return loss, None, None
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.accelerator.autocast():
-            logprobs = self.engine.logprobs(inputs["input_ids"], **layout_of(inputs))
+        # transformers gathers the losses of all ranks.
+        with self.engine.replicas.alone():
+            loss, labels = self._eval_loss(model, inputs, prediction_loss_only, ignore_keys)
+            if prediction_loss_only:
+                return loss, None, None
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad(), self.accelerator.autocast():
+                logprobs = self.engine.logprobs(inputs["input_ids"], **layout_of(inputs))
         return loss, logprobs, labels
 
     def _eval_loss(

@@ -20,6 +20,7 @@ import torch
 import typer
 from documents import DOCUMENTS, ROOT, commands, fences
 from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 from waiting import HANG_S
 
@@ -32,7 +33,7 @@ CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 
 # Import only from lower floors, and on your own floor only along the arrow.
 FLOORS = (
-    ("utils", "config", "ops"),
+    ("utils", "config", "ops", "distributed"),
     ("models", "attention", "memory", "data"),
     ("planner", "engine"),
     ("trainers", "eval", "cli"),
@@ -237,7 +238,7 @@ def shown_commands() -> list[str]:
 
 def test_commands_are_shown() -> None:
     programs = {command.split()[0] for command in shown_commands()}
-    assert programs == {"oomb", "make"}
+    assert programs == {"oomb", "make", "torchrun"}
     assert {"make demo", "make test", "oomb train", "oomb verify demo"} <= set(shown_commands())
 
 
@@ -248,6 +249,10 @@ def test_shown_commands_are_real(command: str) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
         return
+    if words[0] == "torchrun":
+        started = get_args_parser().parse_args(words[1:])
+        assert started.module and started.training_script == "oomb"
+        words = ["oomb", *started.training_script_args]
     group: Any = typer.main.get_command(main.app)
     context = group.make_context("oomb", words[1:], resilient_parsing=False)
     name, subcommand, rest = group.resolve_command(context, words[1:])

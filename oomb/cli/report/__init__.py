@@ -8,9 +8,10 @@
     {"event": "held_out", "step": 0, "loss": 5.5}
     {"event": "step", "step": 1, "loss": ..., "grad_norm": ..., "learning_rate": ..., "step_s": ...,
      "tokens_per_s": ..., "peak_memory_bytes": ..., "gpu_page_bytes": ..., "host_page_bytes": ...,
-     "loaded_bytes": ..., "stored_bytes": ..., "waited_s": ..., "mfu": ..., "tokens": ...}
+     "loaded_bytes": ..., "stored_bytes": ..., "waited_s": ..., "mfu": ..., "tokens": ..., "ranks": [...]}
         Every field except `step` is optional. `mfu` is between 0 and 1; `tokens` counts this step, for runs whose steps
-        differ.
+        differ. `ranks` has an object per rank of a run on several: "waited_for_ranks_s", "peak_memory_bytes" and
+        "host_page_bytes". Other memory and traffic are those of rank 0.
     {"event": "eval", "when": "before" or "after", "step": ..., "perplexity": {...}, "needle": {...}}
         The result of `oomb.eval.run.evaluate`; either part is optional.
     {"event": "sample", "when": "before" or "after", "step": ..., "prompt": "...", "text": "..."}

@@ -16,9 +16,9 @@ _RECOMPUTED = (
     "is not needed: oomb always recomputes chunks for their gradients; leave it out (--checkpoint_layers also "
     "recomputes each layer within a chunk)"
 )
-_ONE_GPU = (
-    "is for several GPUs, and oomb trains on one: leave it out. K, V and their gradients move to host memory as "
-    "needed; --optim offloaded_adamw moves AdamW there"
+_SHARDED = (
+    "is not supported: leave it out. K, V and their gradients move to host memory as needed; --optim offloaded_adamw "
+    "moves AdamW there; torchrun trains on several GPUs, each with the whole model"
 )
 _ATTENTION = "is not needed: oomb has its own attention; leave it out (--kernels selects the backend)"
 _LOSS = "is not needed: the loss of conversations and completions covers the answers alone; leave it out"
@@ -32,9 +32,9 @@ REMEDIES = {
     "gradient_checkpointing": _RECOMPUTED,
     "gradient_checkpointing_kwargs": _RECOMPUTED,
     "fp16": "does not exist: use --bf16, mixed precision in bfloat16",
-    "deepspeed": _ONE_GPU,
-    "fsdp": _ONE_GPU,
-    "fsdp_config": _ONE_GPU,
+    "deepspeed": _SHARDED,
+    "fsdp": _SHARDED,
+    "fsdp_config": _SHARDED,
     "attn_implementation": _ATTENTION,
     "use_flash_attention_2": _ATTENTION,
     "max_seq_length": _MAX_LENGTH,

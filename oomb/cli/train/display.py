@@ -127,9 +127,11 @@ class TrainingDisplay(TrainerCallback):
         view.grad_norm, view.learning_rate = logs.get("grad_norm"), logs.get("learning_rate")
         view.tokens_per_s, view.mfu, view.step_s = speed, mfu, step_time
         view.waited_s = stats.waited_seconds if stats.waited_seconds > 0.01 * step_time else 0.0
+        view.rank_wait = self._rank_wait(step_time)
         if self._panel is None:
             host = f" + {gib(stats.host_peak_bytes)} host" if stats.host_peak_bytes else ""
             waited = f" waited {seconds(view.waited_s)}" if view.waited_s else ""
+            waited += f"  {view.rank_wait}" if view.rank_wait else ""
             used = "" if mfu is None else f"  MFU {mfu:.1%}"
             left = self._run_left()
             rest = f"  {seconds(left)} left" if left else ""
@@ -137,6 +139,11 @@ class TrainingDisplay(TrainerCallback):
                 f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  {speed:,.0f} tok/s{used}  "
                 f"{self.meter.label} {gib(self.meter.peak_bytes)}{host}  {seconds(step_time)}{waited}{rest}"
             )
+
+    def _rank_wait(self, step_s: float) -> str | None:
+        """Return which rank is the slowest, if others lose more than 1% of a step by it."""
+        rank, wait_s = self.state.slowest_rank, self.state.longest_wait_s
+        return None if rank is None or wait_s < 0.01 * step_s else f"up to {seconds(wait_s)} waiting for rank {rank}"
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss = kwargs.get("metrics", {}).get("eval_loss")

@@ -175,6 +175,8 @@ def data_changes(settings: TrainSettings) -> list[str]:
         )
     except ValueError:
         return []  # no file, or one from another version
+    if stored.parallel == "auto":
+        stored = replace(stored, parallel="dp=1")
     now = with_absolute_paths(settings)
     keys = [key for key in DATA_KEYS if getattr(now, key) != getattr(stored, key)]
     if stored.packing == "auto":

@@ -63,6 +63,7 @@ class PanelState:
     memory: list[tuple[str, int, int | None]] = field(default_factory=list)
     """(tier, bytes used, total bytes)"""
     waited_s: float = 0.0
+    rank_wait: str | None = None
 
 
 def lines_of(view: PanelState, width: int, *, ascii_only: bool = False) -> list[Text]:
@@ -98,7 +99,7 @@ def _loss(view: PanelState, ascii_only: bool) -> list[str]:
     if view.grad_norm is not None:
         items.append(f"gradient norm {view.grad_norm:.3g}")
     if view.learning_rate is not None:
-        items.append(f"rate {view.learning_rate:.2e}")
+        items.append(f"lr {view.learning_rate:.2e}")
     return items
 
 
@@ -112,6 +113,8 @@ def _speed(view: PanelState) -> list[str]:
         items.append(f"last step {seconds(view.step_s)}")
     if view.waited_s:
         items.append(f"waited {seconds(view.waited_s)}")
+    if view.rank_wait:
+        items.append(view.rank_wait)
     items.append(f"running {seconds(view.run_elapsed_s)}")
     return items
 

@@ -7,14 +7,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 import psutil
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from oomb.cli.progress import bytes_bar
-from oomb.cli.train import describe, model, save
+from oomb.cli.train import describe, model, ranks, save
 from oomb.cli.train.before_after import BeforeAfterEval
 from oomb.cli.train.model import Precision
 from oomb.cli.train.output_dir import data_changes
@@ -25,6 +27,9 @@ from oomb.config import OFFLOADED_STATES, Config, SettingError
 from oomb.data.dataset import open_configured, pad_batch
 from oomb.data.discover import STDLIB, find_documents
 from oomb.data.tokens import Split
+from oomb.distributed import watch
+from oomb.distributed.collectives import Group, require_same
+from oomb.distributed.mesh import ranks_per_host, world_size
 from oomb.memory.host import free_host_bytes
 from oomb.models import adapters, load
 from oomb.models.probe import model_shape
@@ -79,8 +84,9 @@ class PreparedRun:
         return RunInfo(
             title=f"{settings.model_name_or_path} on {settings.dataset}, {settings.tokens_per_step:,} tokens a step",
             tokens_per_step=settings.tokens_per_step,
-            num_eval_batches=-(-num_held_out // settings.per_device_train_batch_size),
-            flops_per_step=None if flops is None else flops * settings.examples_per_step,
+            num_eval_batches=-(-num_held_out // (self.trainer.args.per_device_eval_batch_size * world_size())),
+            # Of one GPU, as is its peak.
+            flops_per_step=None if flops is None else flops * settings.examples_per_step / world_size(),
             peak_flops=None if gpu_bytes is None else peak_flops(torch.cuda.get_device_name(0)),
             device_bytes=psutil.virtual_memory().total if gpu_bytes is None else gpu_bytes,
             gpu_page_bytes=self.placement.gpu_bytes,
@@ -125,7 +131,7 @@ def prepare(
     tokenizer = model.load_tokenizer(settings, model_config)
     vocab_size = model_config.get_text_config().vocab_size
     with bytes_bar(console, "checking the dataset", "checked", transient=True) as report_check:
-        split = load_examples(settings, tokenizer, vocab_size, device, report_check)
+        split = _load_in_turn(settings, tokenizer, vocab_size, device, report_check)
     before_after = BeforeAfterEval(settings, split, tokenizer)
     done = resolved(replace(settings, packing=split.packing), output_dir, device, split.num_examples)
     resume = settings.resume_from_checkpoint
@@ -137,7 +143,7 @@ def prepare(
         )
     trained = model.load_model(settings, model_config, precision.dtype, device)
     trainer = build_trainer(done, trained, arguments, config, split)
-    host_limit = host_budget(config, free_host_bytes())
+    host_limit = host_budget(config, free_host_bytes() // ranks_per_host())
     with console.status("reserving memory for K, V and their gradients"), trainer.accelerator.autocast():
         # Raises OutOfPages, with the numbers, if a step will not fit.
         placement = trainer.engine.reserve(settings.per_device_train_batch_size, describe.longest(settings, split))
@@ -160,6 +166,31 @@ def prepare(
     )
 
 
+def _load_in_turn(
+    settings: TrainSettings,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    device: torch.device,
+    report: Callable[[int, int], None],
+) -> Split:
+    """Load the examples on rank 0, which checks all of them, and then on the other ranks.
+
+    Raises:
+        TopologyError: A rank finds other examples than rank 0.
+    """
+    if ranks.is_first():
+        split = load_examples(settings, tokenizer, vocab_size, device, report)
+        watch.on_first_rank(lambda: None)
+    else:
+        watch.on_first_rank(lambda: None)
+        split = load_examples(replace(settings, skip_dataset_check=True), tokenizer, vocab_size, device)
+    if dist.is_initialized():
+        first, last = split.train[0]["input_ids"].tolist(), split.train[len(split.train) - 1]["input_ids"].tolist()
+        found = {"number of examples": len(split.train), "first example": crc32(repr(first).encode())}
+        require_same(Group(dist.group.WORLD), "dataset:", {**found, "last example": crc32(repr(last).encode())})
+    return split
+
+
 def check_packages(settings: TrainSettings) -> None:
     """Refuse settings whose optional packages are not installed."""
     if settings.use_peft and not _is_installed("peft"):
@@ -178,7 +209,7 @@ def choose_device(settings: TrainSettings) -> torch.device:
     """Return the device to train on."""
     device = dtypes.resolve_device(settings.device)
     if device.index:
-        # A single process of transformers uses the first GPU it sees.
+        # Transformers uses the first GPU it sees, or that of the local rank.
         raise SettingError("device", f"{device} cannot be trained on: set CUDA_VISIBLE_DEVICES={device.index} instead")
     if settings.load_in_4bit and device.type != "cuda":
         raise SettingError("load_in_4bit", f"needs a GPU, and the device is {device}")
@@ -215,10 +246,11 @@ def load_examples(
         skip_check=settings.skip_dataset_check,
         report=report,
     )
-    if len(split.train) < settings.per_device_train_batch_size:
+    if len(split.train) < settings.per_device_train_batch_size * world_size():
         raise ValueError(
             f"{settings.dataset} has {count(len(split.train), 'example')} of {settings.max_length} tokens to train on, "
-            f"and a batch needs {settings.per_device_train_batch_size}: lower --max_length or the batch size"
+            f"and a batch needs {settings.per_device_train_batch_size * world_size()}: lower --max_length or the batch "
+            "size"
         )
     if settings.eval_strategy != "no" and split.held_out is None:
         raise SettingError(
@@ -262,6 +294,8 @@ def resolved(settings: TrainSettings, output_dir: Path, device: torch.device, nu
         # These belong to one start of the run. A run repeated from config.yaml must not do them again.
         overwrite_output_dir=False,
         resume_from_checkpoint=None,
+        # A resumed run compares it: the examples of a step depend on it.
+        parallel=f"dp={world_size()}" if world_size() > 1 else settings.parallel,
     )
 
 
@@ -282,7 +316,8 @@ def training_arguments(settings: TrainSettings, device: torch.device, mixed: boo
         adam_epsilon=settings.adam_epsilon,
         max_grad_norm=settings.max_grad_norm,
         per_device_train_batch_size=settings.per_device_train_batch_size,
-        per_device_eval_batch_size=settings.per_device_train_batch_size,
+        # Several ranks fill up a last batch with examples that they have evaluated already.
+        per_device_eval_batch_size=settings.per_device_train_batch_size if world_size() == 1 else 1,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         eval_strategy=settings.eval_strategy,
         eval_steps=settings.eval_steps,

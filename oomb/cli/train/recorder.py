@@ -40,6 +40,7 @@ class StepRecorder(TrainerCallback):
     ) -> None:
         self._step_began = time.monotonic()
         self.engine.reset_stats()
+        self.engine.replicas.waited_s = 0.0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.state.step_times.append(time.monotonic() - self._step_began)
@@ -54,7 +55,7 @@ class StepRecorder(TrainerCallback):
         if "loss" not in logs or not self.state.step_times:
             return
         self.state.losses.append(float(logs["loss"]))
-        speed, stats = self.state.last_speed, self.engine.stats
+        speed, stats, ranks = self.state.last_speed, self.engine.stats, self._ranks()
         mfu = self.info.mfu(speed)
         self.log.write(
             event="step",
@@ -73,11 +74,28 @@ class StepRecorder(TrainerCallback):
             stored_bytes=stats.stored_bytes,
             waited_s=round(stats.waited_seconds, 4),
             wall_s=round(self.state.elapsed_s, 2),
+            **({"ranks": ranks} if ranks else {}),
         )
         # For the trackers.
         logs["tokens_per_second"] = round(speed, 1)
         if mfu is not None:
             logs["mfu"] = round(mfu, 4)
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Return what the step took on each rank; nothing if there is only one."""
+        replicas = self.engine.replicas
+        if replicas.group.size == 1:
+            return []
+        found = replicas.group.gather(
+            {
+                "waited_for_ranks_s": round(replicas.waited_s, 4),
+                "peak_memory_bytes": self.meter.peak_bytes,
+                "host_page_bytes": self.engine.stats.host_peak_bytes,
+            }
+        )
+        waits = [rank["waited_for_ranks_s"] for rank in found]
+        self.state.slowest_rank, self.state.longest_wait_s = waits.index(min(waits)), max(waits)
+        return found
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss = kwargs.get("metrics", {}).get("eval_loss")

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
@@ -19,7 +20,7 @@ from oomb.cli.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED
 from oomb.cli.report.events import METRICS
 from oomb.cli.report.page import write_report
 from oomb.cli.train import output_dir as folders
-from oomb.cli.train import prepare, save, summary, yaml_file
+from oomb.cli.train import prepare, ranks, save, summary, yaml_file
 from oomb.cli.train.describe import describe
 from oomb.cli.train.display import TrainingDisplay
 from oomb.cli.train.prepare import PreparedRun
@@ -29,10 +30,11 @@ from oomb.cli.train.signals import SignalHandler, StopRequested
 from oomb.cli.train.state import RunInfo, RunState
 from oomb.cli.train.yaml_file import CONFIG
 from oomb.config import Config
+from oomb.distributed import watch
+from oomb.distributed.watch import RankFailed
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import NonFiniteError
 from oomb.utils import files
-from oomb.utils.lock import locked
 from oomb.utils.metrics import JsonLines, MemoryMeter, machine
 
 T = TypeVar("T")
@@ -49,13 +51,20 @@ def run(settings: TrainSettings, console: Console) -> int:
         ValueError: A setting, the data or the model is wrong. Raised before the first step.
     """
     config = Config.from_dict(settings.engine)
+    ranks.check_parallel(settings)
     device = prepare.check_settings(settings)
+    with ranks.joined(settings, device) as settings:
+        return _run_joined(settings, config, device, ranks.own_console(console))
+
+
+def _run_joined(settings: TrainSettings, config: Config, device: torch.device, console: Console) -> int:
     is_auto = settings.resume_from_checkpoint == AUTO
-    settings = replace(settings, resume_from_checkpoint=folders.checkpoint_of(settings))
-    first_step = folders.first_step(settings)
-    output_dir = folders.output_dir_of(settings)
-    with locked(output_dir):
-        folders.check_unused(settings, output_dir, ignore_metrics=is_auto)
+    checkpoint = watch.on_first_rank(lambda: folders.checkpoint_of(settings))
+    settings = replace(settings, resume_from_checkpoint=checkpoint)
+    first_step = watch.on_first_rank(lambda: folders.first_step(settings))
+    output_dir = watch.on_first_rank(lambda: folders.output_dir_of(settings))
+    with ranks.locked_by_first(output_dir):
+        watch.on_first_rank(lambda: folders.check_unused(settings, output_dir, ignore_metrics=is_auto))
         if is_auto:
             found = f"no checkpoint in {output_dir}: starting from scratch"
             found = f"resuming from {settings.resume_from_checkpoint}" if first_step else found
@@ -63,7 +72,10 @@ def run(settings: TrainSettings, console: Console) -> int:
         started = time.monotonic()
         prepared = prepare.prepare(settings, config, device, output_dir, first_step, console)
         info = prepared.info()
-        return Run(prepared, info, _claim_folder(prepared, console), console, started).execute()
+        config_text = watch.on_first_rank(lambda: _claim_folder(prepared, console))
+        exit_code = Run(prepared, info, config_text, console, started).execute()
+        ranks.part()
+        return exit_code
 
 
 def _claim_folder(prepared: PreparedRun, console: Console) -> str:
@@ -104,7 +116,9 @@ class Run:
         is_resumed = prepared.settings.resume_from_checkpoint is not None
         self.state = RunState(first_step=prepared.first_step, max_steps=prepared.max_steps)
         self.meter = MemoryMeter(prepared.device)
-        self.log = JsonLines(self.output_dir / METRICS, append=is_resumed)
+        # The other ranks keep no metrics, and neither save nor summarize.
+        self.is_first = ranks.is_first()
+        self.log = JsonLines(self.output_dir / METRICS if self.is_first else Path(os.devnull), append=is_resumed)
         self.recorder = StepRecorder(self.state, self.log, self.meter, engine, self.info)
         self.display = TrainingDisplay(console, self.state, self.meter, engine, self.info)
         self.signals = SignalHandler(self.display.print_line, self.state)
@@ -128,14 +142,15 @@ class Run:
                     self.begin()
                     if not self.state.terminated:
                         self.train()
-                    if self.state.has_trained:
+                    if self.state.has_trained and self.is_first:
                         self.save()
                     self.finish()
             except KeyboardInterrupt:
                 self.display.close()
                 return self.interrupted()
             self.signals.release()
-            self.summarize()
+            if self.is_first:
+                self.summarize()
         return self.exit_code
 
     def begin(self) -> None:
@@ -183,11 +198,15 @@ class Run:
         finally:
             self.state.is_training = False
             self.display.close()
+            if (others := watch.current()) is not None:
+                if self.state.stop_requested:
+                    others.request_stop()
+                others.note()
 
     def fail(self, error: Exception, *, are_weights_lost: bool) -> None:
         """Record and print the error that ended training."""
         self.display.close()
-        is_expected = isinstance(error, ValueError | OSError | ArithmeticError)
+        is_expected = isinstance(error, ValueError | OSError | ArithmeticError | RankFailed)
         if not is_expected:
             traceback.print_exception(error)
         text = str(error) or type(error).__name__
@@ -258,7 +277,11 @@ class Run:
     def before_after(self, when: str) -> None:
         """Look for needles and write a sample, if the settings ask for it."""
         evaluation, step = self.prepared.before_after, self.state.step
-        self.skippable("the evaluation", lambda: evaluation.run(when, step, self.trainer, self.display, self.log))
+        if self.is_first:
+            with self.trainer.engine.replicas.alone():
+                self.skippable(
+                    "the evaluation", lambda: evaluation.run(when, step, self.trainer, self.display, self.log)
+                )
 
     def skippable(self, what: str, evaluate: Callable[[], T]) -> T | None:
         """Evaluate. Ctrl-C skips it. After training, an error skips it too, so that it does not fail the run."""
@@ -266,8 +289,11 @@ class Run:
             return None
         self.signals.stop(f"skipping {what} at the next chunk; Ctrl-C again exits")
         try:
-            return evaluate()
+            with watch.together():
+                return evaluate()
         except StopRequested:
+            # The other ranks may be at another chunk, and cannot go on without this one.
+            self.state.terminated |= watch.current() is not None
             return None
         except Exception as error:
             if not self.state.step_times:

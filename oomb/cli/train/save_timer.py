@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from oomb.distributed import watch
 from oomb.trainers import checkpoints
 
 MARK = "oomb_by_time"
@@ -38,6 +39,7 @@ class SaveTimer(TrainerCallback):
         now = monotonic()
         # After the last step, the model itself is saved.
         is_due = now - self._last >= self.seconds and state.global_step < state.max_steps
+        is_due = watch.on_first_rank(lambda: is_due)
         self._is_ours = is_due and not control.should_save
         if self._is_ours:
             control.should_save = True
@@ -53,7 +55,12 @@ class SaveTimer(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._last = monotonic()
         is_ours, self._is_ours = self._is_ours, False
-        if not is_ours or args.output_dir is None or args.save_total_limit is not None:
+        if (
+            not is_ours
+            or not state.is_world_process_zero
+            or args.output_dir is None
+            or args.save_total_limit is not None
+        ):
             return
         newest = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         try:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -64,12 +65,18 @@ class TrainSettings:
     )
     bf16: bool | None = setting(
         None,
-        "Mixed precision: compute in bfloat16 whatever the weights are. Default: on a GPU, if --dtype auto chooses "
+        "Mixed precision: compute in bfloat16 whatever the weights are. Default: true on a GPU if --dtype auto chooses "
         "float32, or with --use_peft on bfloat16 weights (adapters are float32).",
         panel=MODEL,
     )
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N.", panel=MODEL)
-    seed: int = setting(42, "Seed of new weights, data order, dropout, needles and samples.", panel=MODEL, minimum=0)
+    parallel: str = setting(
+        "auto",
+        "How the processes that torchrun started share the work. dp=N: N of them train on different examples and "
+        "average their gradients. auto: all of them.",
+        panel=MODEL,
+    )
+    seed: int = setting(42, "Seed for new weights, data order, dropout, needles and samples.", panel=MODEL, minimum=0)
 
     use_peft: bool = setting(
         False, "Train LoRA adapters instead of all weights, which takes far less memory. Needs peft.", panel=LORA
@@ -125,7 +132,8 @@ class TrainSettings:
 
     max_steps: int | None = setting(
         None,
-        "Optimizer steps; overrides --num_train_epochs. Default: from the epochs; for the demo 20, on a GPU 200.",
+        "Optimizer steps; overrides --num_train_epochs. Default: derived from --num_train_epochs; the demo runs 20 "
+        "steps on a CPU, 200 on a GPU.",
         panel=STEPS,
         minimum=1,
     )
@@ -225,7 +233,8 @@ class TrainSettings:
     )
     save_minutes: float = setting(
         30.0,
-        "Write a checkpoint after the first step that ends this many minutes after the last one. 0: never.",
+        "Write a checkpoint after the first step that ends at least this many minutes after the previous checkpoint. "
+        "0: never.",
         panel=OUTPUT,
         minimum=0,
     )
@@ -262,6 +271,7 @@ class TrainSettings:
         for described in train_fields():
             check_value(described.name, getattr(self, described.name))
         self._check_schedule()
+        self._check_parallel()
         if self.eval_steps is not None and self.eval_strategy == "no":
             self.eval_strategy = "steps"
         self._check_evaluation()
@@ -282,6 +292,13 @@ class TrainSettings:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise SettingError("warmup_ratio", "and --warmup_steps are both given: pass only one")
 
+    def _check_parallel(self) -> None:
+        name, _, size = self.parallel.partition("=")
+        if name in ("pp", "sp", "tp", "ep", "fsdp"):
+            raise SettingError("parallel", f"{self.parallel} is not supported: use dp=N, or auto")
+        if self.parallel != "auto" and (name != "dp" or not size.isdecimal() or int(size) < 1):
+            raise SettingError("parallel", f"is {self.parallel!r}; use dp=N, such as dp=8, or auto")
+
     def _check_evaluation(self) -> None:
         if self.eval_steps is not None and self.eval_strategy == "epoch":
             raise SettingError("eval_steps", "contradicts --eval_strategy epoch: leave one of them out")
@@ -298,8 +315,15 @@ class TrainSettings:
         return self.model_name_or_path == DEMO
 
     @property
+    def num_ranks(self) -> int | None:
+        """Processes that `parallel` asks for; None for all that run."""
+        return None if self.parallel == "auto" else int(self.parallel.removeprefix("dp="))
+
+    @property
     def examples_per_step(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        """Examples of a step, on all ranks together."""
+        num_ranks = self.num_ranks or int(os.environ.get("WORLD_SIZE", 1))
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,15 +7,21 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from oomb.cli.errors import EXIT_INTERRUPTED
 from oomb.cli.train.state import RunState
+from oomb.distributed import watch
 
 SIGHUP = getattr(signal, "SIGHUP", None)
 """The terminal or the connection is gone. Only Unix has this signal."""
+
+
+REPEAT_S = 2.0
+"""Under torchrun, a second Ctrl-C within this time is the first one again."""
 
 
 class StopRequested(BaseException):
@@ -38,6 +44,7 @@ class SignalHandler:
         self.print_line, self.state = print_line, RunState() if state is None else state
         self.exit_code = EXIT_INTERRUPTED
         """Exit code of a run that a signal stopped."""
+        self._last_ctrl_c = float("-inf")
         self._notice: str | None = None
         self._saving: str | None = None
         self._previous: dict[int, Any] = {}
@@ -46,6 +53,8 @@ class SignalHandler:
     def check(self) -> None:
         """Raise `StopRequested` if a signal asked to stop. Call it between two chunks."""
         if self.state.stop_requested:
+            if (others := watch.current()) is not None:
+                others.request_stop()
             raise StopRequested
 
     def stop(self, notice: str) -> None:
@@ -64,6 +73,8 @@ class SignalHandler:
     def _on_signal(self, signum: int, frame: Any) -> None:
         if signum != signal.SIGINT:
             self._on_terminate(signum)
+        elif self._is_repeated():
+            pass
         elif self._saving is not None:
             if not self._saving:
                 raise KeyboardInterrupt
@@ -75,6 +86,11 @@ class SignalHandler:
             self.state.stop_requested = True
             self._print(self._notice)
 
+    def _is_repeated(self) -> bool:
+        """Return whether this Ctrl-C came before: torchrun gets it too, and passes it on."""
+        last, self._last_ctrl_c = self._last_ctrl_c, time.monotonic()
+        return "TORCHELASTIC_RUN_ID" in os.environ and self._last_ctrl_c - last < REPEAT_S
+
     def _on_terminate(self, signum: int) -> None:
         # Job schedulers may repeat SIGTERM while the run saves; they send SIGKILL when they mean it.
         if not self.state.terminated:
@@ -82,6 +98,10 @@ class SignalHandler:
             self.exit_code = 128 + signum
             if self._saving is None:
                 self._print(f"{signal.Signals(signum).name}: stopping at the next chunk")
+
+    def _on_stop_elsewhere(self) -> None:
+        """Stop, because another rank does."""
+        self.state.terminated = self.state.stop_requested = True
 
     def _print(self, line: str) -> None:
         """Print a line, even if the signal came while another one was being printed."""
@@ -92,6 +112,8 @@ class SignalHandler:
                 os.write(2, f"{line}\n".encode())
 
     def __enter__(self) -> SignalHandler:
+        if (others := watch.current()) is not None:
+            others.on_stop, others.while_waiting = self._on_stop_elsewhere, self.check
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is not None:
@@ -104,6 +126,8 @@ class SignalHandler:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        if (others := watch.current()) is not None:
+            others.on_stop, others.while_waiting = None, lambda: None
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()

@@ -55,6 +55,10 @@ class RunState:
     """Whether a signal asks to stop what is being computed, at the next chunk."""
     terminated: bool = False
     """Whether SIGTERM or SIGHUP asks to end the run."""
+    slowest_rank: int | None = None
+    """Rank that the others waited for in the last step; None if there is only one."""
+    longest_wait_s: float = 0.0
+    """Seconds that one of them waited."""
     started: float = field(default_factory=time.monotonic)
 
     @property
