@@ -80,7 +80,7 @@ class Config:
     Raises:
         SettingError: A value is wrong. It is a ValueError, and names the field and the values that work.
 
-    Example:
+    Examples:
         >>> import oomb
         >>> oomb.Config(chunk_size=1024, gpu_memory="24GiB").chunk_size
         1024
@@ -211,7 +211,7 @@ class Config:
         Raises:
             ValueError: A key is unknown or a value is wrong.
 
-        Example:
+        Examples:
             >>> Config.from_dict({"chunk_size": 1024}).page_size
             128
         """

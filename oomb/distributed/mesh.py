@@ -60,7 +60,7 @@ def init_mesh(device_type: str | None = None) -> DeviceMesh:
     Raises:
         TopologyError: A rank did not arrive, or there is no GPU for it. It is a ValueError.
 
-    Example:
+    Examples:
         >>> import oomb, torch
         >>> mesh = oomb.init_mesh("cpu")
         >>> mesh.size()

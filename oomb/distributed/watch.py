@@ -48,7 +48,7 @@ class RankFailed(RuntimeError):
         rank: the rank that failed.
         message: its error.
 
-    Example:
+    Examples:
         >>> import oomb
         >>> error = oomb.RankFailed(3, "the disk is full")
         >>> error.rank, str(error)

@@ -47,7 +47,7 @@ class Engine:
         progress: called as `progress(phase, done, total)` after every chunk, where `phase` is "fill" or "gradient" and
             the others count chunks. None by default.
 
-    Example:
+    Examples:
         >>> import oomb, torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -72,8 +72,8 @@ class Engine:
         match_replicas(self.model, self.replicas.group)
         self.allocator = PageAllocator(self.model, self.config, is_alone=self.replicas.group.size == 1)
         self._head = TokenHead(self.model)
+        # The batch whose last chunk keeps its activations until its backward, if there is one.
         self.last_chunk_owner: weakref.ref[ChunkedForward] | None = None
-        """The batch whose last chunk keeps its activations until its backward, if there is one."""
 
     def loss(
         self,

@@ -58,7 +58,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             stochastic rounding) or "8bit" (2, with a scale per 256 elements).
         master_weights: keep a float32 copy of 16-bit parameters on the host (4 bytes per element).
 
-    Example:
+    Examples:
         >>> import oomb, torch
         >>> model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
         >>> optimizer = oomb.OffloadedAdamW(model.parameters(), lr=1e-5, state_dtype="8bit")

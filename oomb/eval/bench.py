@@ -165,7 +165,7 @@ def run(
         on_chunk: Called as on_chunk(phase, chunks done, chunks in total).
         trust_remote_code: Run Python code that comes with the model.
 
-    Example:
+    Examples:
         >>> report = run("demo", [64], chunk_size=16, device="cpu")
         >>> [row.mode for row in report.rows], report.is_right
         (['standard', 'oomb'], True)

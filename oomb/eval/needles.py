@@ -181,7 +181,7 @@ def build_haystacks(
         tokenizer: The model's tokenizer; None for models that read bytes.
         settings: Lengths and number of haystacks, depths and candidates.
 
-    Example:
+    Examples:
         >>> text_ids = torch.tensor(list(b"the quick brown fox jumps over the lazy dog" * 30))
         >>> settings = NeedleSettings(lengths=(1024,), num_depths=2, num_haystacks=1)
         >>> [haystack] = build_haystacks(text_ids, None, settings)

@@ -65,7 +65,7 @@ def perplexity_by_position(
             ignored. Lengths may differ. The first token of an example has no prediction and does not count.
         first_bucket: Size of the first bucket. The second one ends at twice that, and so on.
 
-    Example:
+    Examples:
         >>> import oomb, torch
         >>> from oomb.models.load import load_model
         >>> engine = oomb.Engine(load_model("demo", device="cpu"), oomb.Config(chunk_size=64))

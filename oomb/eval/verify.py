@@ -146,7 +146,7 @@ def verify(
         seed: Seed for the tokens, and for a preset's weights.
         trust_remote_code: Run Python code that comes with the model.
 
-    Example:
+    Examples:
         >>> verify("demo", context=64, chunk_size=16, device="cpu").trusted
         True
     """

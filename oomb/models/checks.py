@@ -21,7 +21,7 @@ class UnsupportedModelError(ValueError):
     token is rejected instead of being trained with wrong gradients. The message names the class at fault and what to
     do. docs/limits.md lists all reasons.
 
-    Example:
+    Examples:
         >>> import oomb, torch
         >>> try:
         ...     oomb.Engine(torch.nn.Linear(2, 2))

@@ -77,7 +77,7 @@ def load_config(name_or_path: str, *, trust_remote_code: bool = False) -> Pretra
         trust_remote_code: Run Python code that comes with the model. Without it, a model that needs such code raises
             ValueError.
 
-    Example:
+    Examples:
         >>> load_config("qwen2.5-7b").num_hidden_layers
         28
     """

@@ -97,7 +97,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def is_preset(name: str) -> bool:
     """Return whether a name is a preset, ignoring case unless a folder has that name.
 
-    Example:
+    Examples:
         >>> is_preset("Qwen2.5-7B")
         True
     """
@@ -111,7 +111,7 @@ def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
         name: Name of the preset.
         overrides: Fields of the config to replace.
 
-    Example:
+    Examples:
         >>> preset_config("qwen2.5-7b", num_hidden_layers=2).num_hidden_layers
         2
     """

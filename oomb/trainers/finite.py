@@ -33,7 +33,7 @@ class NonFiniteError(ArithmeticError):
         examples: the training examples of the batches at fault.
         weights_lost: whether the weights themselves are not finite. If not, they are those of the step before.
 
-    Example:
+    Examples:
         >>> import oomb
         >>> error = oomb.NonFiniteError("the loss is nan in step 7 of 100", step=7, examples=["example 12"])
         >>> error.step, error.weights_lost

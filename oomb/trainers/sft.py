@@ -18,7 +18,7 @@ class SFTMixin(TRLTrainer):
         optimizer: keep AdamW's states in host memory; see `oomb.Trainer`.
         max_skipped_steps: tolerate steps that are NaN or infinite; see `oomb.Trainer`.
 
-    Example:
+    Examples:
         ```python
         import oomb
         from datasets import load_dataset

@@ -58,7 +58,7 @@ class Trainer(ResumableTrainer):
         max_skipped_steps: how many steps with a NaN or infinite loss or gradient to skip before training stops with
             `oomb.NonFiniteError`. None turns the check off. Defaults to 0.
 
-    Example:
+    Examples:
         >>> import oomb, tempfile, torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
         >>> shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
