@@ -7,6 +7,7 @@ close, or is aborted. Each rank also counts up a number in the store, so that it
 
 from __future__ import annotations
 
+import atexit
 import base64
 import json
 import os
@@ -288,6 +289,8 @@ def start() -> Watch | None:
                 _current.leave()
 
         sys.excepthook = report
+        # Before Python ends: a thread that it stops within a call of the store would abort the process.
+        atexit.register(_current.close)
     return _current
 
 

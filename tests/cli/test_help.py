@@ -157,6 +157,13 @@ def test_a_run_with_checkpoints_is_resumed_not_overwritten(here: Path) -> None:
     finished = invoke(*run, "--resume_from_checkpoint", "out/checkpoint-3")
     assert finished.exit_code == 2
     assert "--max_steps is 3, and out/checkpoint-3 is at step 3 already" in finished.output
+    # A run that was killed while it saved its model saves it when it is resumed.
+    weights = here / "out" / "model" / "model.safetensors"
+    trained = weights.read_bytes()
+    shutil.rmtree(weights.parent)
+    saved = invoke(*run, "--resume_from_checkpoint")
+    assert saved.exit_code == 0, saved.output
+    assert weights.read_bytes() == trained and "Done" in saved.output
     for folder in (here / "out").glob("checkpoint-*"):
         shutil.rmtree(folder)
     shutil.rmtree(here / "out" / "model")

@@ -19,7 +19,7 @@ from oomb.cli.progress import bytes_bar
 from oomb.cli.train import describe, model, ranks, save
 from oomb.cli.train.before_after import BeforeAfterEval
 from oomb.cli.train.model import Precision
-from oomb.cli.train.output_dir import data_changes
+from oomb.cli.train.output_dir import MODEL, data_changes
 from oomb.cli.train.save_timer import SaveTimer
 from oomb.cli.train.settings import TRACKERS, TrainSettings
 from oomb.cli.train.state import RunInfo
@@ -45,6 +45,10 @@ from oomb.utils.units import count
 DEMO_LEARNING_RATE = 4e-3
 DEMO_STEPS = {"cpu": 20, "cuda": 200}
 LEARNING_RATE, LORA_LEARNING_RATE = 5e-5, 2e-4
+
+
+class AlreadyComplete(Exception):
+    """torchrun has started a run again that has nothing left to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,11 @@ def prepare(
     resume = settings.resume_from_checkpoint
     describe.print_notes(console, data_changes(replace(done, resume_from_checkpoint=resume)))
     arguments = training_arguments(done, device, precision.mixed)
-    if first_step >= arguments.max_steps:
+    # A run that was killed while it saved its model is at its last step, too: it saves the model now.
+    is_saved = (output_dir / MODEL).exists()
+    if first_step == arguments.max_steps and is_saved and ranks.is_restarted():
+        raise AlreadyComplete(f"{output_dir / MODEL} is saved: the run was complete when a rank failed")
+    if first_step > arguments.max_steps or (first_step == arguments.max_steps and is_saved):
         raise SettingError(
             "max_steps", f"is {arguments.max_steps}, and {resume} is at step {first_step} already: raise --max_steps"
         )

@@ -28,6 +28,11 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def is_restarted() -> bool:
+    """Return whether torchrun has started this run again, because a rank failed."""
+    return int(os.environ.get(RESTARTS, 0)) > 0
+
+
 def check_parallel(settings: TrainSettings) -> None:
     """Raise `SettingError` if `--parallel` does not match the number of processes."""
     asked, started = settings.num_ranks, world_size()
@@ -47,6 +52,9 @@ def joined(settings: TrainSettings, device: torch.device) -> Iterator[TrainSetti
     Raises:
         TopologyError: A rank is missing, or has other settings or packages.
     """
+    if is_restarted() and settings.resume_from_checkpoint is None:
+        # A rank failed, and torchrun started all of them again with the same command.
+        settings = replace(settings, resume_from_checkpoint=AUTO, overwrite_output_dir=False)
     if world_size() == 1:
         yield settings
         return
@@ -56,9 +64,6 @@ def joined(settings: TrainSettings, device: torch.device) -> Iterator[TrainSetti
             group = Group(dist.group.WORLD)
             require_same(group, "package", versions())
             require_same(group, "setting", {**asdict(settings), "device": device.type})
-            if int(os.environ.get(RESTARTS, 0)) > 0 and settings.resume_from_checkpoint is None:
-                # A rank failed, and torchrun started all of them again with the same command.
-                settings = replace(settings, resume_from_checkpoint=AUTO, overwrite_output_dir=False)
             yield settings
     except BaseException:
         if (known := watch.current()) is not None:

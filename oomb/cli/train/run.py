@@ -70,7 +70,11 @@ def _run_joined(settings: TrainSettings, config: Config, device: torch.device, c
             found = f"resuming from {settings.resume_from_checkpoint}" if first_step else found
             _print_plain(console, found)
         started = time.monotonic()
-        prepared = prepare.prepare(settings, config, device, output_dir, first_step, console)
+        try:
+            prepared = prepare.prepare(settings, config, device, output_dir, first_step, console)
+        except prepare.AlreadyComplete as done:
+            _print_plain(console, str(done))
+            return 0
         info = prepared.info()
         config_text = watch.on_first_rank(lambda: _claim_folder(prepared, console))
         exit_code = Run(prepared, info, config_text, console, started).execute()

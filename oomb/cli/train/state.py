@@ -73,7 +73,8 @@ class RunState:
     @property
     def has_trained(self) -> bool:
         """Whether the model is worth saving."""
-        return bool(self.step_times) and not self.are_weights_lost
+        is_at_end = self.is_complete and self.first_step == self.max_steps
+        return (bool(self.step_times) or is_at_end) and not self.are_weights_lost
 
     @property
     def elapsed_s(self) -> float:
