@@ -5,6 +5,7 @@ Shapes: B batch, T tokens of the chunk, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -62,6 +63,7 @@ class AttentionSpec:
         rule: how pages are scored, as in `Config.page_rule`.
         spans: spans of the chunk, in order. Only the first can see a past; the others are packed documents. Empty if
             the whole chunk is one span.
+        sum_scores: sums page scores over ranks that hold other heads of the layer, in place.
     """
 
     scale: float
@@ -70,6 +72,7 @@ class AttentionSpec:
     kernels: str = "auto"
     rule: str = "mass"
     spans: tuple[Span, ...] = ()
+    sum_scores: Callable[[Tensor], Tensor] | None = None
 
     @property
     def packed_starts(self) -> tuple[int, ...]:

@@ -66,7 +66,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, past: SparsePast, spec: AttentionSp
         page_scores.summarize(k, past.page_size, rule.num_means, means)
     if past.length and past.selection is None:
         selected_BNC = page_scores.select(
-            q, past.page_means(), rule, past.budget, scale=spec.scale, tile_size=past.tile_size
+            q,
+            past.page_means(),
+            rule,
+            past.budget,
+            scale=spec.scale,
+            tile_size=past.tile_size,
+            sum_scores=spec.sum_scores,
         )
         past.set_selection(selected_BNC, uses_kernels)
     # Host pages are being loaded meanwhile.

@@ -11,15 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oomb.distributed import watch
+from oomb.distributed.topology import TopologyError
 
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 5e-3
 """Pauses between two looks at a collective that is under way. They double from the first to the longest."""
-
-
-class TopologyError(ValueError):
-    """The ranks cannot work together as asked."""
 
 
 class Group:
@@ -91,17 +88,42 @@ class Group:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
-        lengths = self._gather_tensor(torch.tensor([len(data)], device=self._device))
+        lengths = self.gather_tensor(torch.tensor([len(data)], device=self._device))
         longest = max(int(length) for length in lengths)
-        parts = self._gather_tensor(torch.nn.functional.pad(data, (0, longest - len(data))))
+        parts = self.gather_tensor(torch.nn.functional.pad(data, (0, longest - len(data))))
         return [
             pickle.loads(part[: int(length)].cpu().numpy().tobytes())
             for part, length in zip(parts, lengths, strict=True)
         ]
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Send part r of a contiguous tensor [ranks, ...] to rank r, and return the parts that all ranks sent here."""
+        received = torch.empty_like(x)
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        self._wait(dist.all_to_all_single(received, x, group=self._group, async_op=True), x)
+        return received
+
+    def gather_tensor(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self.sent_bytes += x.nbytes * (self.size - 1)
+        self._wait(dist.all_gather(parts, x, group=self._group, async_op=True), x)
+        return parts
+
+    def _wait(self, work: dist.Work, x: Tensor) -> None:
+        """Wait for a collective in the middle of a pass: on a GPU only the stream waits, so kernels stay queued."""
+        if x.is_cuda:
+            work.wait()
+        else:
+            self.finish(work)
+
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return bool(self.max_(torch.tensor(int(flag), device=self._device))) if self.size > 1 else flag
+
+    def min(self, number: int) -> int:
+        """Return the smallest of a number over all ranks."""
+        return -int(self.max_(torch.tensor(-number, device=self._device))) if self.size > 1 else number
 
     def sum(self, number: int) -> int:
         """Return the sum of a number over all ranks."""
@@ -110,14 +132,8 @@ class Group:
     def _reduce(self, x: Tensor, op: Any) -> Tensor:
         if self.size > 1:
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-            self.finish(dist.all_reduce(x, op=op, group=self._group, async_op=True))
+            self._wait(dist.all_reduce(x, op=op, group=self._group, async_op=True), x)
         return x
-
-    def _gather_tensor(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.sent_bytes += x.nbytes * (self.size - 1)
-        self.finish(dist.all_gather(parts, x, group=self._group, async_op=True))
-        return parts
 
     @property
     def _device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Average gradients over ranks that hold the same weights and train on different sequences.
+"""Average gradients over ranks that hold the same weights and train on different sequences or tokens.
 
 Every rank runs its own sequences, of any number and length, and the ranks meet once: at the end of the backward, or of
 the last one of a step. Gradients are averaged, as in DistributedDataParallel, so averaging twice changes nothing.
@@ -44,12 +44,15 @@ class GradientSync:
     """Averages the gradients of a model over ranks at the end of each backward.
 
     Args:
-        group: The ranks.
+        ranks: All ranks with the same weights.
         parameters: Returns the model's parameters.
+        replicas: Those of them that train on different sequences. Defaults to all.
     """
 
-    def __init__(self, group: Group, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        self._all_ranks, self._parameters = group, parameters
+    def __init__(
+        self, ranks: Group, parameters: Callable[[], Iterable[nn.Parameter]], replicas: Group | None = None
+    ) -> None:
+        self.ranks, self._replicas, self._parameters = ranks, ranks if replicas is None else replicas, parameters
         self._is_on, self.is_alone = True, False
         self.waited_s = 0.0
         """Seconds that this rank has waited for others before averages. Set it to 0 to start over."""
@@ -60,12 +63,12 @@ class GradientSync:
 
     @property
     def group(self) -> Group:
-        """The ranks that take part now."""
-        return Group() if self.is_alone else self._all_ranks
+        """The ranks whose losses are summed now."""
+        return Group() if self.is_alone else self._replicas
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let this rank compute losses of its own for the duration of a `with`, without the others."""
+        """Let each replica compute losses of its own for the duration of a `with`, without the others."""
         before, self.is_alone = self.is_alone, True
         try:
             yield
@@ -84,7 +87,7 @@ class GradientSync:
     def queue(self) -> None:
         """Average at the end of the backward that is running. Call this in the backward of an autograd function."""
         backward = torch._C._current_graph_task_id()
-        if self.group.size > 1 and self._is_on and self._queued_in != backward:
+        if self.ranks.size > 1 and self._is_on and self._queued_in != backward:
             self._queued_in = backward
             torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
@@ -94,7 +97,7 @@ class GradientSync:
 
         Gradients in 16 bits are summed in float32.
         """
-        if self.group.size == 1:
+        if self.ranks.size == 1:
             return
         trained = [p for p in self._parameters() if p.requires_grad]
         if not trained:
@@ -102,7 +105,7 @@ class GradientSync:
         device = trained[0].device
         has_grad = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=device)
         began = time.monotonic()
-        self.group.max_(has_grad)
+        self.ranks.max_(has_grad)
         self.waited_s += time.monotonic() - began
         used = [p for p, flag in zip(trained, has_grad.tolist(), strict=True) if flag]
         pending: list[tuple[Any, Tensor, list[Tensor]]] = []
@@ -111,13 +114,13 @@ class GradientSync:
             while len(pending) > 1:
                 self._finish(*pending.pop(0))
             whole = _joined(pieces)
-            pending.append((self.group.start_sum_(whole), whole, pieces))
+            pending.append((self.ranks.start_sum_(whole), whole, pieces))
         for work, whole, pieces in pending:
             self._finish(work, whole, pieces)
 
     def _finish(self, work: Any, whole: Tensor, pieces: list[Tensor]) -> None:
-        self.group.finish(work)
-        whole.div_(self.group.size)
+        self.ranks.finish(work)
+        whole.div_(self.ranks.size)
         if len(pieces) > 1 or pieces[0].data_ptr() != whole.data_ptr():
             torch._foreach_copy_(pieces, list(whole.split([piece.numel() for piece in pieces])))
 

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from zlib import crc32
 
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from oomb.distributed import watch
-from oomb.distributed.collectives import Group, TopologyError
+from oomb.distributed.collectives import Group
+from oomb.distributed.topology import Topology, TopologyError
 
-DIMS = ("dp",)
-"""Mesh dimensions the engine knows. dp: ranks hold the same weights and train on different sequences."""
+DIMS = ("dp", "sp")
+"""Mesh dimensions the engine knows, from the outside in. Along dp, ranks train on different sequences; along sp, they
+share sequences, each with a part of the tokens and heads. All hold the same weights."""
 TIMEOUT = timedelta(hours=2)
 """Limit of one collective. Failures end a run earlier, through `oomb.distributed.watch`."""
 JOIN_S = 300.0
@@ -48,17 +51,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def init_mesh(device_type: str | None = None) -> DeviceMesh:
-    """Join the processes that `torchrun` started, and return a mesh with one dimension, dp.
+def init_mesh(device_type: str | None = None, *, sp: int = 1) -> DeviceMesh:
+    """Join the processes that `torchrun` started, and return a mesh with the dimensions dp and sp.
 
     On GPUs each process uses the one with its local rank. A process that fails afterwards ends all others with its
     message. Without a launcher the mesh has one rank, so the same script runs with `python`.
 
     Args:
         device_type: "cuda" or "cpu". Defaults to "cuda" if there is a GPU.
+        sp: number of neighboring ranks that share each sequence. The others train on different ones.
 
     Raises:
-        TopologyError: A rank did not arrive, or there is no GPU for it. It is a ValueError.
+        TopologyError: `sp` does not divide the number of ranks, a rank did not arrive, or there is no GPU for it. It is
+            a ValueError.
 
     Examples:
         >>> import oomb, torch
@@ -77,7 +82,8 @@ def init_mesh(device_type: str | None = None) -> DeviceMesh:
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     watch.start()
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=DIMS)
+    shape = Topology(sp=sp).num_replicas(dist.get_world_size()), sp
+    return init_device_mesh(device_type, shape, mesh_dim_names=DIMS)
 
 
 def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> dist.Store:
@@ -158,17 +164,36 @@ def _use_own_gpu() -> None:
     torch.cuda.set_device(local_rank)
 
 
-def data_parallel_group(mesh: DeviceMesh | None) -> Group:
-    """Return the ranks that train on different sequences with the same weights.
+@dataclass(frozen=True)
+class Ranks:
+    """The groups of ranks that an engine works with."""
 
-    Raises:
-        TopologyError: The mesh has dimensions that the engine does not know.
-    """
-    if mesh is None:
-        return Group()
-    names = mesh.mesh_dim_names or ()
-    if unknown := [name for name in names if name not in DIMS]:
-        raise TopologyError(f"the mesh has the dimension {unknown[0]!r}, but the engine only knows {', '.join(DIMS)}")
-    if not names:
-        raise TopologyError('the mesh has no names: pass mesh_dim_names=("dp",) to init_device_mesh')
-    return Group(mesh.get_group("dp")) if mesh.size() > 1 else Group()
+    all: Group
+    dp: Group
+    """Ranks that train on different sequences."""
+    sp: Group
+    """Ranks that share a sequence."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> Ranks:
+        """Return the groups of a mesh; None stands for this process alone.
+
+        Raises:
+            TopologyError: The mesh has dimensions that the engine does not know, or not all ranks.
+        """
+        if mesh is None or mesh.size() == 1:
+            return cls(Group(), Group(), Group())
+        names = mesh.mesh_dim_names or ()
+        if not names:
+            raise TopologyError('the mesh has no names: pass mesh_dim_names=("dp",) to init_device_mesh')
+        if unknown := [name for name in names if name not in DIMS]:
+            known = " and ".join(DIMS)
+            raise TopologyError(f"the mesh has the dimension {unknown[0]!r}, but the engine only knows {known}")
+        if mesh.size() != dist.get_world_size():
+            raise TopologyError(
+                f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks: pass a mesh of all ranks"
+            )
+        groups = {
+            name: Group(mesh.get_group(name)) if name in names and mesh[name].size() > 1 else Group() for name in DIMS
+        }
+        return cls(Group(dist.group.WORLD), **groups)

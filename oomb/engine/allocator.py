@@ -11,6 +11,7 @@ import torch
 
 from oomb.config import Config
 from oomb.distributed.mesh import ranks_per_host
+from oomb.distributed.ulysses import TokenShards
 from oomb.engine.grads import reusable_bytes
 from oomb.memory.host import free_host_bytes, usable_gpu_bytes
 from oomb.memory.pool import GPU, HOST, OutOfPages
@@ -70,11 +71,12 @@ class PageAllocator:
     Args:
         model: the model that the batches run through.
         config: settings of the engine.
+        shards: ranks that share sequences. They must decide alike.
         is_alone: whether no other rank of a mesh shares this machine's memory.
     """
 
-    def __init__(self, model: CausalLM, config: Config, *, is_alone: bool = True) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: CausalLM, config: Config, shards: TokenShards, *, is_alone: bool = True) -> None:
+        self.model, self.config, self.shards = model, config, shards
         self._num_ranks = 1 if is_alone else ranks_per_host()
         self._versions: list[int] | None = None
         """Versions of the trainable parameters after the first gradient pass."""
@@ -138,9 +140,15 @@ class PageAllocator:
         layers = {layer: layer_rows(shape, request.batch_size, self.config) for layer, shape in shapes.items()}
         is_alone = not any(self.tiers.held_bytes(tier) for tier in (GPU, HOST))
         if is_alone and key in self._placements:
-            # Memory that was free then may be in use now. If so, plan again.
+            # Memory that was free then may be in use now. If so, plan again, on all ranks that share the sequence.
+            known: PageStore | None = None
             with suppress(OutOfPages):
-                return self._placements[key], self._pages(self._placements[key], layers, request.needs_grad)
+                known = self._pages(self._placements[key], layers, request.needs_grad)
+            if not self.shards.group.any(known is None):
+                assert known is not None
+                return self._placements[key], known
+            if known is not None:
+                known.close()
         placement = self._place(shapes, replace(request, is_exclusive=request.is_exclusive and is_alone))
         store = self._pages(placement, layers, request.needs_grad)
         if is_alone:
@@ -199,8 +207,14 @@ class PageAllocator:
         """Return the shape of every layer's attention, probed once per device and precision. Call this while the model
         is active."""
         if not self.knows_layer_shapes:
-            self._shapes[self._precision] = record_shapes(self.model, on_meta=False)
+            shapes = record_shapes(self.model, on_meta=False)
+            self._shapes[self._precision] = {layer: self._own_shape(layer, shape) for layer, shape in shapes.items()}
         return self._shapes[self._precision]
+
+    def _own_shape(self, layer: int, shape: LayerShape) -> LayerShape:
+        """Return the shape of the heads that this rank holds."""
+        query, kv = self.shards.heads_per_rank(layer, shape.num_query_heads, shape.num_kv_heads)
+        return replace(shape, num_query_heads=query, num_kv_heads=kv)
 
     def _place(self, shapes: dict[int, LayerShape], request: AllocationRequest) -> Placement:
         """Return the placement of a batch, given the memory that is free now."""
@@ -220,6 +234,9 @@ class PageAllocator:
         host = free_host_bytes() // self._num_ranks + self.tiers.idle_bytes(HOST)
         if gpu is None:  # a CPU has one memory
             host += self.tiers.idle_bytes(GPU)
+        # Ranks that share the sequence make the same decisions, with what the one with the least has.
+        group = self.shards.group
+        host, gpu = group.min(host), None if gpu is None else group.min(gpu + self.tiers.idle_bytes(GPU))
         missing_grad_bytes = 0
         if request.needs_grad:
             existing = reusable_bytes(self.model.parameters(), request.float32_sums)
@@ -233,13 +250,14 @@ class PageAllocator:
                 needs_grad=request.needs_grad,
                 float32_sums=request.float32_sums,
                 fused=request.fused,
-                free_gpu_bytes=None if gpu is None else gpu + self.tiers.idle_bytes(GPU),
+                free_gpu_bytes=gpu,
                 free_host_bytes=host,
-                missing_grad_bytes=missing_grad_bytes,
+                missing_grad_bytes=-group.min(-missing_grad_bytes),
                 # Before the first optimizer step nothing says which optimizer follows. Most users take AdamW, with
                 # states in the dtype of the parameters.
                 optimizer_bytes=2 * facts.grad_bytes if request.needs_grad and self._expects_optimizer_states else 0,
                 is_exclusive=request.is_exclusive,
                 has_float8=self._has_float8,
+                num_shards=self.shards.size,
             )
         )

@@ -9,14 +9,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import overload
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from oomb.config import Config
+from oomb.distributed.collectives import require_same
 from oomb.distributed.data_parallel import GlobalSum, GradientSync
-from oomb.distributed.mesh import data_parallel_group
+from oomb.distributed.mesh import Ranks
+from oomb.distributed.ulysses import TokenShards
 from oomb.engine.allocator import PageAllocator, TransferStats
 from oomb.engine.batch import Batch
 from oomb.engine.grads import float32_sums_fit, reject_grad_hooks, reject_tensor_hooks
@@ -40,8 +43,9 @@ class Engine:
             raise `oomb.UnsupportedModelError`.
         config: settings of the engine. Defaults to `oomb.Config()`.
         mesh: ranks that train together, such as `oomb.init_mesh()`. Its dimension "dp" holds copies of the model that
-            train on different sequences; their gradients are averaged at the end of every backward. Every rank must
-            create the engine and make the same calls. Defaults to this process alone.
+            train on different sequences, and "sp" ranks that share each sequence: they pass the same inputs, and each
+            computes a part of the tokens and holds pages of a part of the heads. Gradients are averaged at the end of
+            every backward. Every rank must create the engine and make the same calls. Defaults to this process alone.
 
     Attributes:
         progress: called as `progress(phase, done, total)` after every chunk, where `phase` is "fill" or "gradient" and
@@ -68,9 +72,11 @@ class Engine:
         self.model = CausalLM(model)
         self.progress: Callable[[str, int, int], None] | None = None
         self.mesh = mesh
-        self.replicas = GradientSync(data_parallel_group(mesh), self.model.parameters)
-        match_replicas(self.model, self.replicas.group)
-        self.allocator = PageAllocator(self.model, self.config, is_alone=self.replicas.group.size == 1)
+        ranks = Ranks.of(mesh)
+        self.replicas = GradientSync(ranks.all, self.model.parameters, ranks.dp)
+        self.shards = TokenShards(ranks.sp)
+        match_replicas(self.model, ranks.all)
+        self.allocator = PageAllocator(self.model, self.config, self.shards, is_alone=ranks.all.size == 1)
         self._head = TokenHead(self.model)
         # The batch whose last chunk keeps its activations until its backward, if there is one.
         self.last_chunk_owner: weakref.ref[ChunkedForward] | None = None
@@ -255,7 +261,7 @@ class Engine:
                 outputs = [chunked.fill() for chunked in all_chunked]
         else:
             reject_tensor_hooks(self.model.lm.named_parameters())
-            if self.replicas.group.size > 1:
+            if self.replicas.ranks.size > 1:
                 reject_grad_hooks(self.model.lm.named_parameters())
             anchor = torch.zeros((), device=self.model.device, requires_grad=True)
             try:
@@ -271,6 +277,7 @@ class Engine:
         self, packed: PackedInputs, head: Head, needs_grad: bool, on_selection: OnSelection | None
     ) -> list[ChunkedForward]:
         """Return the forward of every batch, with the state of the model as it is now."""
+        self._check_shared(packed, head)
         with engine_lock:
             if not self.allocator.knows_layer_shapes:
                 # Before reading the state: bitsandbytes changes the dtype of biases in the first forward.
@@ -293,6 +300,21 @@ class Engine:
                 )
                 for batch in packed.batches
             ]
+
+    def _check_shared(self, packed: PackedInputs, head: Head) -> None:
+        """Raise if ranks that share sequences got different ones, or if the head cannot work on some of the tokens."""
+        if self.shards.size == 1:
+            return
+        if type(head) is not TokenHead:
+            raise ValueError(
+                f"{type(head).__name__} needs all tokens of a chunk, but sp={self.shards.size} divides them over "
+                "ranks: use a mesh without sp"
+            )
+        sums = {
+            f"of sequence {index}": crc32(batch.targets.numpy().tobytes(), crc32(batch.ids.numpy().tobytes()))
+            for index, batch in enumerate(packed.batches)
+        }
+        require_same(self.shards.group, "checksum", sums)
 
 
 def _shift_right(logp: Tensor) -> Tensor:

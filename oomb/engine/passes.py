@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -40,6 +41,7 @@ from oomb.engine.head import Head
 from oomb.memory.store import PageStore
 from oomb.models.hooks import current_autocast, engine_lock
 from oomb.models.state import ModelState
+from oomb.ops.logprob import IGNORE_INDEX
 from oomb.planner.request import Placement
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ class ChunkedForward:
         is_last_batch: bool = True,
         on_selection: OnSelection | None = None,
     ) -> None:
-        self.engine, self.config, self.model = engine, engine.config, engine.model
+        self.engine, self.config, self.model, self.shards = engine, engine.config, engine.model, engine.shards
         self.batch, self.head, self.needs_grad, self.model_state = batch, head, needs_grad, state
         self.is_exclusive, self.is_last_batch, self.on_selection = is_exclusive, is_last_batch, on_selection
         self.chunks = batch.chunks(self.config.chunk_size)
@@ -162,7 +164,7 @@ class ChunkedForward:
         self.allocate()
         assert self.store is not None
         # Seed stochastic rounding from the tokens: the same batch always rounds the same way.
-        self.store.rounding_seed = crc32(self.batch.ids.numpy().tobytes())
+        self.store.rounding_seed = crc32(self.batch.ids.numpy().tobytes()) + self.shards.rank
         # Seed every chunk on its own, so that dropout is the same in both passes.
         self.dropout_seed = int(torch.randint(2**62, ())) if self.uses_rng else None
         outputs = []
@@ -173,7 +175,8 @@ class ChunkedForward:
                     hidden = self._hidden(chunk, grad=keep)
                     if keep:
                         self._keep(hidden)
-                    outputs.append(self.head.forward(hidden, self._targets(chunk), fused=self._is_fused(chunk)))
+                    fields = self.head.forward(hidden, self._targets(chunk), fused=self._is_fused(chunk))
+                    outputs.append([self.shards.whole(field, chunk.end - chunk.start) for field in fields])
                 self.engine.allocator.tiers.end_pass()
         except BaseException:
             self.close()
@@ -201,7 +204,7 @@ class ChunkedForward:
                     hidden, self.last_chunk_hidden = self.last_chunk_hidden, None
                     if hidden is None:
                         hidden = self._hidden(chunk, grad=True, runs_backward_next=True)
-                    chunk_grads = [None if grad is None else grad[:, chunk.start : chunk.end] for grad in grads_BT]
+                    chunk_grads = [self._share_of_grad(grad, chunk) for grad in grads_BT]
                     dhidden = self.head.backward(hidden, self._targets(chunk), chunk_grads, fused=self._is_fused(chunk))
                     if hidden.requires_grad:
                         self.store.prefetch_backward(chunk.start, chunk.span_end, saved=self.checkpoint_layers)
@@ -218,7 +221,14 @@ class ChunkedForward:
         """Return the attention output of one layer of the current chunk. The model calls this through its hooks."""
         assert self.store is not None
         self.model.count_attention(call.layer, call.window)
-        chunk = self.chunk
+        chunk, tokens = self.chunk, self.chunk.end - self.chunk.start
+        call = replace(
+            call,
+            q=self.shards.to_heads(call.q, tokens),
+            k=self.shards.to_heads(call.k, tokens),
+            v=self.shards.to_heads(call.v, tokens),
+            sinks=self.shards.own_heads(call.sinks),
+        )
         past = self.store.past(call.layer, chunk.start, chunk.span_end)
         spec = AttentionSpec(
             scale=call.scale,
@@ -227,10 +237,10 @@ class ChunkedForward:
             kernels=self.config.kernels,
             rule=self.config.page_rule,
             spans=self.batch.spans(chunk.start, chunk.end),
+            sum_scores=self.shards.group.sum_ if self.shards.size > 1 else None,
         )
-        if torch.is_grad_enabled():
-            return self._attend_with_graph(call, past, spec)
-        return self._attend_and_store(call, past, spec)
+        attend_chunk = self._attend_with_graph if torch.is_grad_enabled() else self._attend_and_store
+        return self.shards.to_tokens(attend_chunk(call, past, spec))
 
     def _attend_and_store(self, call: AttentionCall, past: DensePast | SparsePast, spec: AttentionSpec) -> Tensor:
         """Attend in the fill pass, and write what later chunks and the gradient pass will read."""
@@ -285,16 +295,18 @@ class ChunkedForward:
         assert self.store is not None
         rng_start = None
         if self.dropout_seed is not None:
-            torch.manual_seed(self.dropout_seed + chunk.index)
+            # Ranks that share the chunk drop different tokens.
+            torch.manual_seed(self.dropout_seed + chunk.index + (self.shards.rank << 40))
             rng_start = self._rng_checksum()
-        ids = self.batch.ids[:, chunk.start : chunk.end].to(self.model.device, non_blocking=True)
+        ids = self.shards.share(self.batch.ids[:, chunk.start : chunk.end]).to(self.model.device, non_blocking=True)
         backward_saved = self.checkpoint_layers if runs_backward_next else None
         self.store.prefetch_forward(chunk.start, chunk.span_end, saved=grad, backward_saved=backward_saved)
         layer_calls = self.model.wrap_layers(
             compiled=self._is_fused(chunk), checkpointed=grad and self.checkpoint_layers
         )
         with layer_calls, torch.set_grad_enabled(grad):
-            hidden = self.model.hidden(ids, self.batch.positions(chunk.start, chunk.end, ids.device))
+            positions = self.shards.share(self.batch.positions(chunk.start, chunk.end, ids.device))
+            hidden = self.model.hidden(ids, positions)
         if self.needs_grad and rng_start is not None:
             self._check_rng_replay(chunk, rng_start)
         return hidden
@@ -321,7 +333,14 @@ class ChunkedForward:
         return crc32(state.numpy().tobytes())
 
     def _targets(self, chunk: Chunk) -> Tensor:
-        return self.batch.targets[:, chunk.start : chunk.end]
+        return self.shards.share(self.batch.targets[:, chunk.start : chunk.end], filler=IGNORE_INDEX)
+
+    def _share_of_grad(self, grad_BT: Tensor | None, chunk: Chunk) -> Tensor | None:
+        """Return the gradients of this rank's tokens. Ranks average what they compute, but share this loss, so that of
+        a token counts as often as there are ranks."""
+        if grad_BT is None:
+            return None
+        return self.shards.share(grad_BT[:, chunk.start : chunk.end]) * self.shards.size
 
     def _is_fused(self, chunk: Chunk) -> bool:
         """Return whether to run compiled code: only full chunks, since a short last one is not worth a compilation."""

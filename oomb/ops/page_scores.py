@@ -9,6 +9,7 @@ C selected pages per tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +82,25 @@ def summarize(k_BKTD: Tensor, page_size: int, num_means: int, out_BKMD: Tensor) 
     out_BKMD.copy_(means.clamp_(-largest, largest))
 
 
-def select(q_BHTD: Tensor, means_BKMD: Tensor, rule: PageRule, budget: int, *, scale: float, tile_size: int) -> Tensor:
-    """Return the pages [B, N, C] that each tile reads, in ascending order."""
+def select(
+    q_BHTD: Tensor,
+    means_BKMD: Tensor,
+    rule: PageRule,
+    budget: int,
+    *,
+    scale: float,
+    tile_size: int,
+    sum_scores: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return the pages [B, N, C] that each tile reads, in ascending order.
+
+    `sum_scores` adds the scores of heads that other ranks hold.
+    """
     (B, _, T, _), P = q_BHTD.shape, means_BKMD.shape[2] // rule.num_means
     if budget >= P:
         return torch.arange(P, dtype=torch.int32, device=q_BHTD.device).expand(B, -(-T // tile_size), P)
-    return top_pages(
-        page_scores(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size), budget, rule.has_sink
-    )
+    scores_BNP = page_scores(q_BHTD, means_BKMD, rule=rule, scale=scale, tile_size=tile_size)
+    return top_pages(scores_BNP if sum_scores is None else sum_scores(scores_BNP), budget, rule.has_sink)
 
 
 def page_scores(q_BHTD: Tensor, means_BKMD: Tensor, *, rule: PageRule, scale: float, tile_size: int) -> Tensor:

@@ -56,7 +56,8 @@ def chunk_memory(request: PlacementRequest, *, is_checkpointed: bool, keeps_all_
         # except those of the last chunk, which has no pages. When that chunk runs its backward, the gradients of most
         # parameters are not allocated yet.
         outs = [x.num_query_heads * (x.value_size * x.dtype.itemsize + 4) for x in shape.layers]
-        waiting = tokens * sum(outs) - (request.missing_grad_bytes if keeps_all_outputs else 0)
+        # Ranks that share the tokens have these of all tokens, for a part of the heads.
+        waiting = tokens * request.num_shards * sum(outs) - (request.missing_grad_bytes if keeps_all_outputs else 0)
         saved = len(shape.layers) * hidden + max(0, waiting)
         copies, backward = HIDDEN_COPIES, backward + graph
     else:

@@ -116,6 +116,7 @@ class PlacementRequest:
         state_bytes: Optimizer states that exist already but are not yet subtracted from `free_gpu_bytes`.
         is_exclusive: Whether no other batch holds pages at the same time.
         has_float8: Whether the GPU stores page means in float8.
+        num_shards: Ranks that share the tokens of each chunk. `shape` has the heads of one of them.
     """
 
     shape: ModelShape
@@ -132,6 +133,7 @@ class PlacementRequest:
     state_bytes: int = 0
     is_exclusive: bool = True
     has_float8: bool = False
+    num_shards: int = 1
 
     @property
     def on_cpu(self) -> bool:
@@ -153,8 +155,8 @@ class PlacementRequest:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of one chunk, over the whole batch."""
-        return self.batch_size * min(self.config.chunk_size, self.length)
+        """Tokens of one chunk that this rank computes, over the whole batch."""
+        return self.batch_size * -(-min(self.config.chunk_size, self.length) // self.num_shards)
 
     @property
     def is_fused(self) -> bool:

@@ -121,7 +121,7 @@ class FiniteSteps(transformers.Trainer):
         at_fault = [found for found in everyones if found is not None]
         if at_fault:
             what = at_fault[0][0]
-        step, examples = self.state.global_step + 1, _limited([text for _, found in at_fault for text in found])
+        step, examples = self.state.global_step + 1, _limited(text for _, found in at_fault for text in found)
         where = f"{what} in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}"
         if self.num_skipped_steps < self.max_skipped_steps:
             self.num_skipped_steps += 1
@@ -152,7 +152,7 @@ class FiniteSteps(transformers.Trainer):
             return
         if lost := [name for name in nonfinite_names(self._trained()) if name not in self._infinite_from_the_start]:
             everyones = self._ranks.gather(self._describe_examples())
-            step, examples = self.state.global_step + 1, _limited([text for found in everyones for text in found])
+            step, examples = self.state.global_step + 1, _limited(text for found in everyones for text in found)
             raise NonFiniteError(
                 f"the update in step {step:,} of {self.state.max_steps:,}, on {'; '.join(examples)}, made weights NaN "
                 f"or infinite: {_shortened(lost)}. They will not be saved. {ADVICE}",
@@ -229,8 +229,9 @@ def nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     return lost
 
 
-def _limited(examples: list[str]) -> list[str]:
-    """Return the first few examples, and how many more there are."""
+def _limited(found: Iterable[str]) -> list[str]:
+    """Return the first few examples, and how many more there are. Ranks that share examples name them again."""
+    examples = list(dict.fromkeys(found))
     rest = len(examples) - MAX_NAMED
     return [*examples[:MAX_NAMED], f"{rest:,} more"] if rest > 0 else examples
 

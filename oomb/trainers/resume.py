@@ -389,8 +389,8 @@ class _Steps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.world_size > 1:
-            # Each rank and step draws its own random numbers, so that a checkpoint need not have those of every rank.
-            set_seed(mix(args.seed, state.global_step, args.process_index))
+            # Each replica and step draws its own random numbers, so a checkpoint need not have those of every rank.
+            set_seed(mix(args.seed, state.global_step, args.process_index // self.trainer.get_tp_size()))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oomb.config import Config
 from oomb.distributed.mesh import init_mesh
+from oomb.distributed.topology import Topology
 from oomb.engine.engine import Engine
 from oomb.engine.optim import OffloadedAdamW
 from oomb.models.checks import unwrap
@@ -33,6 +34,7 @@ from oomb.trainers.arguments import (
     without_checkpointing,
 )
 from oomb.trainers.resume import ResumableTrainer
+from oomb.trainers.shared_examples import share_examples
 
 OWN_LOSS = "Compute the loss in compute_loss from self.engine.loss or self.engine.logprobs"
 
@@ -40,7 +42,7 @@ OWN_LOSS = "Compute the loss in compute_loss from self.engine.loss or self.engin
 class Trainer(ResumableTrainer):
     """A `transformers.Trainer` for sequences whose activations do not fit in memory.
 
-    Under `torchrun`, ranks train on different examples and average their gradients, once per step.
+    Under `torchrun`, ranks train on different examples, or share them, and average their gradients once per step.
 
     Training and evaluation go through the engine, which never holds the logits of a whole sequence. `compute_metrics`
     therefore gets per-token log-probabilities [B, T] as `predictions` (see `Engine.logprobs`), not logits. Batches
@@ -57,6 +59,8 @@ class Trainer(ResumableTrainer):
             "master_weights=true". Defaults to what `args.optim` says.
         max_skipped_steps: how many steps with a NaN or infinite loss or gradient to skip before training stops with
             `oomb.NonFiniteError`. None turns the check off. Defaults to 0.
+        parallel: how ranks share the work, such as "sp=4": four ranks share each example, and groups of four train on
+            different ones. Defaults to "auto": all ranks train on different examples.
 
     Examples:
         >>> import oomb, tempfile, torch
@@ -84,6 +88,7 @@ class Trainer(ResumableTrainer):
         engine_config: Config | None = None,
         optimizer: str | None = None,
         max_skipped_steps: int | None = 0,
+        parallel: str = "auto",
         **options: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
@@ -92,9 +97,11 @@ class Trainer(ResumableTrainer):
         args = without_checkpointing(args)
         self.engine_config = engine_config
         self._has_states_on_host = False
+        self._topology = Topology.parse(parallel)
+        self._topology.num_replicas(args.world_size)  # raises if it does not fit
         self._mesh: DeviceMesh | None = None
         if args.world_size > 1:
-            self._mesh = init_mesh(args.device.type)
+            self._mesh = init_mesh(args.device.type, sp=self._topology.sp)
         self._engine: Engine | None = None
         self._engine_of: tuple[nn.Module, torch.device] | None = None
         super().__init__(model, args, *positional, max_skipped_steps=max_skipped_steps, **options)
@@ -148,6 +155,21 @@ class Trainer(ResumableTrainer):
         # The engine averages gradients. DistributedDataParallel would keep a second copy of them, and its forward is
         # never called.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        if self._topology.sp > 1:
+            share_examples(self.accelerator, self._topology.sp)
+            # The trainer has taken this function already.
+            self.gather_function = partial(
+                self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
+
+    def get_tp_size(self) -> int:
+        # transformers' word for ranks with the same batches: its counts of tokens and examples leave them out.
+        return self._topology.sp
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._topology.sp
 
     def _is_own_loss_finite(self, loss: Tensor) -> bool:
         share = self.engine.replicas.last_share

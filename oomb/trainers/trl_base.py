@@ -91,6 +91,7 @@ class TRLTrainer(Trainer):
         engine_config: Config | None = None,
         optimizer: str | None = None,
         max_skipped_steps: int | None = 0,
+        parallel: str = "auto",
         **options: Any,
     ) -> None:
         named = dict(inspect.signature(self.trl_class).bind(*given, **options).arguments)
@@ -108,6 +109,7 @@ class TRLTrainer(Trainer):
             engine_config=engine_config,
             optimizer=optimizer,
             max_skipped_steps=max_skipped_steps,
+            parallel=parallel,
             **named,
         )
         if getattr(self, "_is_vision_dataset", False):

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from documents import ROOT, fences
+from rank_runs import RUN, events, expect_same, losses, step_losses, train, worker
 from ranks import finish, run_cases, torchrun
 from waiting import HANG_S, wait_until
 
@@ -26,26 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timing]
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_engines_of_all_ranks_compute_as_one(world_size: int, tmp_path: Path) -> None:
     run_cases("data_parallel_cases", world_size, tmp_path)
-
-
-def train(world_size: int, out: Path, **settings: Any) -> dict[str, Any]:
-    """Run `trainer_run.py`, and return what it left."""
-    out.mkdir()
-    process = torchrun(world_size, HERE / "trainer_run.py", out, json.dumps(settings), cwd=out)
-    printed = finish(process)
-    assert process.returncode == 0, printed[-5000:]
-    return torch.load(out / "result.pt", weights_only=False)
-
-
-def losses(found: dict[str, Any]) -> list[float]:
-    return [entry["loss"] for entry in found["log"] if "loss" in entry]
-
-
-def expect_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    # The trainer keeps losses in float32.
-    assert losses(found) == pytest.approx(losses(expected), rel=1e-6)
-    for name, weight in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], weight, rtol=0, atol=1e-12)
 
 
 def test_trainers_of_two_ranks_train_as_one_and_resume_as_one(tmp_path: Path) -> None:
@@ -117,38 +97,6 @@ def test_a_bad_loss_on_one_rank_skips_the_step_on_all_or_stops_all(tmp_path: Pat
 
 # oomb train
 
-RUN = [
-    "-m", "oomb", "train", "--dataset", "stdlib", "--max_length", "1K", "--chunk_size", "64", "--device", "cpu",
-    "--max_eval_samples", "2", "--sample_tokens", "0", "--max_steps", "6", "--dtype", "float64", "--warmup_steps", "0",
-    "--save_steps", "2",
-]  # fmt: skip
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the end of a line is not written yet
-            continue
-    return [event for event in found if event.get("event") == kind]
-
-
-def step_losses(folder: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in events(folder, "step")}
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of a run in one process."""
-    cwd = tmp_path_factory.mktemp("one")
-    process = torchrun(1, *RUN, "--gradient_accumulation_steps", "4", "--output_dir", "out", cwd=cwd)
-    printed = finish(process)
-    assert process.returncode == 0, printed[-5000:]
-    return step_losses(cwd / "out")
-
 
 def test_oomb_train_on_two_ranks(one_process: dict[int, float], tmp_path: Path) -> None:
     process = torchrun(2, *RUN, "--gradient_accumulation_steps", "2", "--output_dir", "out", cwd=tmp_path)
@@ -162,24 +110,6 @@ def test_oomb_train_on_two_ranks(one_process: dict[int, float], tmp_path: Path) 
     assert len(step["ranks"]) == 2 and step["tokens"] == 4 * 1024
     # Rank 1 printed nothing: each line is there once.
     assert printed.count("held-out loss before training") == printed.count("Done") == 1
-
-
-def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """Return the process of a rank."""
-    found: list[psutil.Process] = []
-
-    def has_started() -> bool:
-        found[:] = []
-        for child in psutil.Process(process.pid).children():
-            try:
-                if child.environ().get("RANK") == str(rank):
-                    found.append(child)
-            except psutil.Error:
-                continue
-        return bool(found)
-
-    wait_until(has_started, lambda: f"rank {rank} did not start")
-    return found[0]
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])

@@ -15,8 +15,8 @@ from ranks import finish, torchrun
 from waiting import wait_until
 
 from oomb.distributed import watch
-from oomb.distributed.collectives import TopologyError
 from oomb.distributed.mesh import meet
+from oomb.distributed.topology import TopologyError
 from oomb.distributed.watch import RankFailed, Watch
 
 NO_LIMIT_S = 3600.0

@@ -30,7 +30,7 @@ def main(out: Path, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     use_lora, resume = settings.pop("lora", False), settings.pop("resume", None)
     bad_step, bad_rank = settings.pop("nan_at", None), settings.pop("nan_rank", 0)
-    options = {name: settings.pop(name) for name in ("optimizer", "max_skipped_steps") if name in settings}
+    options = {name: settings.pop(name) for name in ("optimizer", "max_skipped_steps", "parallel") if name in settings}
     defaults = {
         "learning_rate": 1e-2,
         "lr_scheduler_type": "linear",

@@ -25,7 +25,7 @@ def torchrun(
     """Start a script, or `-m` and a module, on several ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     command += ["--max-restarts", str(restarts), *map(str, arguments)]
-    paths = os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tests" / "distributed")))
+    paths = os.pathsep.join(map(str, (ROOT, HELPERS, ROOT / "tests" / "distributed", ROOT / "examples")))
     settings = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
         command,
@@ -47,9 +47,9 @@ def finish(process: subprocess.Popen[str], limit_s: float = HANG_S) -> str:
         raise AssertionError(f"still running after {limit_s:.0f} s:\n{process.communicate()[0][-5000:]}") from None
 
 
-def run_cases(module: str, world_size: int, cwd: Path) -> None:
+def run_cases(module: str, world_size: int, cwd: Path, **env: str) -> None:
     """Run all cases of a module, and fail with the output of the first that fails."""
-    process = torchrun(world_size, Path(__file__), module, cwd=cwd)
+    process = torchrun(world_size, Path(__file__), module, cwd=cwd, **env)
     printed = finish(process)
     cases = [name for name in vars(importlib.import_module(module)) if name.startswith("case_")]
     assert process.returncode == 0, printed[-8000:]

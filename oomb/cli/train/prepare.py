@@ -13,7 +13,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainingArguments,
+)
 
 from oomb.cli.progress import bytes_bar
 from oomb.cli.train import describe, model, ranks, save
@@ -30,6 +36,7 @@ from oomb.data.tokens import Split
 from oomb.distributed import watch
 from oomb.distributed.collectives import Group, require_same
 from oomb.distributed.mesh import ranks_per_host, world_size
+from oomb.distributed.ulysses import possible_sizes
 from oomb.memory.host import free_host_bytes
 from oomb.models import adapters, load
 from oomb.models.probe import model_shape
@@ -88,7 +95,9 @@ class PreparedRun:
         return RunInfo(
             title=f"{settings.model_name_or_path} on {settings.dataset}, {settings.tokens_per_step:,} tokens a step",
             tokens_per_step=settings.tokens_per_step,
-            num_eval_batches=-(-num_held_out // (self.trainer.args.per_device_eval_batch_size * world_size())),
+            num_eval_batches=-(
+                -num_held_out // (self.trainer.args.per_device_eval_batch_size * num_replicas(settings))
+            ),
             # Of one GPU, as is its peak.
             flops_per_step=None if flops is None else flops * settings.examples_per_step / world_size(),
             peak_flops=None if gpu_bytes is None else peak_flops(torch.cuda.get_device_name(0)),
@@ -131,6 +140,7 @@ def prepare(
     model_config = load.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
     if settings.use_peft:
         model.check_targets(settings, model_config)
+    _check_heads(settings, model_config)
     precision = model.choose_precision(settings, gpu_memory(device), model_config)
     tokenizer = model.load_tokenizer(settings, model_config)
     vocab_size = model_config.get_text_config().vocab_size
@@ -199,6 +209,18 @@ def _load_in_turn(
     return split
 
 
+def _check_heads(settings: TrainSettings, model_config: PretrainedConfig) -> None:
+    """Raise `SettingError` if the heads of the model cannot be divided over the ranks that share an example."""
+    text, shared = model_config.get_text_config(decoder=True), settings.topology.sp
+    heads = getattr(text, "num_attention_heads", None)
+    sizes = [] if heads is None else possible_sizes(heads, getattr(text, "num_key_value_heads", None) or heads)
+    if shared > 1 and heads is not None and shared not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise SettingError(
+            "parallel", f"sp={shared} cannot divide the {heads} heads of this model: choose from {known}"
+        )
+
+
 def check_packages(settings: TrainSettings) -> None:
     """Refuse settings whose optional packages are not installed."""
     if settings.use_peft and not _is_installed("peft"):
@@ -254,11 +276,11 @@ def load_examples(
         skip_check=settings.skip_dataset_check,
         report=report,
     )
-    if len(split.train) < settings.per_device_train_batch_size * world_size():
+    num_at_once = settings.per_device_train_batch_size * num_replicas(settings)
+    if len(split.train) < num_at_once:
         raise ValueError(
             f"{settings.dataset} has {count(len(split.train), 'example')} of {settings.max_length} tokens to train on, "
-            f"and a batch needs {settings.per_device_train_batch_size * world_size()}: lower --max_length or the batch "
-            "size"
+            f"and a batch needs {num_at_once}: lower --max_length or the batch size"
         )
     if settings.eval_strategy != "no" and split.held_out is None:
         raise SettingError(
@@ -269,6 +291,11 @@ def load_examples(
     # config.yaml has the number of steps, and a run that resumes from it must find the same examples.
     num_read = _num_steps(settings, device, split.num_examples) * settings.examples_per_step
     return replace(split, train=split.train.first(num_read))
+
+
+def num_replicas(settings: TrainSettings) -> int:
+    """Return how many processes, or groups of them, train on different examples."""
+    return settings.topology.num_replicas(world_size())
 
 
 def _demo_steps(settings: TrainSettings, device: torch.device) -> int | None:
@@ -303,7 +330,7 @@ def resolved(settings: TrainSettings, output_dir: Path, device: torch.device, nu
         overwrite_output_dir=False,
         resume_from_checkpoint=None,
         # A resumed run compares it: the examples of a step depend on it.
-        parallel=f"dp={world_size()}" if world_size() > 1 else settings.parallel,
+        parallel=str(replace(settings.topology, dp=num_replicas(settings))) if world_size() > 1 else settings.parallel,
     )
 
 
@@ -325,7 +352,7 @@ def training_arguments(settings: TrainSettings, device: torch.device, mixed: boo
         max_grad_norm=settings.max_grad_norm,
         per_device_train_batch_size=settings.per_device_train_batch_size,
         # Several ranks fill up a last batch with examples that they have evaluated already.
-        per_device_eval_batch_size=settings.per_device_train_batch_size if world_size() == 1 else 1,
+        per_device_eval_batch_size=settings.per_device_train_batch_size if num_replicas(settings) == 1 else 1,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         eval_strategy=settings.eval_strategy,
         eval_steps=settings.eval_steps,
@@ -363,6 +390,7 @@ def build_trainer(
         engine_config=config,
         optimizer=settings.optim if is_offloaded else None,
         max_skipped_steps=settings.max_skipped_steps,
+        parallel=settings.parallel,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.holds_lock = True

@@ -17,6 +17,7 @@ from oomb.config import SettingError
 from oomb.distributed import watch
 from oomb.distributed.collectives import Group, require_same
 from oomb.distributed.mesh import init_mesh, versions, world_size
+from oomb.distributed.topology import TopologyError
 from oomb.utils.lock import locked
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -35,14 +36,14 @@ def is_restarted() -> bool:
 
 def check_parallel(settings: TrainSettings) -> None:
     """Raise `SettingError` if `--parallel` does not match the number of processes."""
-    asked, started = settings.num_ranks, world_size()
-    if asked is None or asked == started:
-        return
-    raise SettingError(
-        "parallel",
-        f"{settings.parallel} needs {asked:,} processes, and {started:,} run: start it with torchrun --nproc-per-node "
-        f"{asked} -m oomb train ..., or pass --parallel auto to use those that run",
-    )
+    try:
+        settings.topology.num_replicas(world_size())
+    except TopologyError as error:
+        raise SettingError(
+            "parallel",
+            f"{error}: start as many with torchrun --nproc-per-node, or pass --parallel auto to train data parallel on "
+            "those that run",
+        ) from error
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def joined(settings: TrainSettings, device: torch.device) -> Iterator[TrainSetti
     if world_size() == 1:
         yield settings
         return
-    init_mesh(device.type)
+    init_mesh(device.type, sp=settings.topology.sp)
     try:
         with watch.together():
             group = Group(dist.group.WORLD)

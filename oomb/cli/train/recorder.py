@@ -84,9 +84,9 @@ class StepRecorder(TrainerCallback):
     def _ranks(self) -> list[dict[str, Any]]:
         """Return what the step took on each rank; nothing if there is only one."""
         replicas = self.engine.replicas
-        if replicas.group.size == 1:
+        if replicas.ranks.size == 1:
             return []
-        found = replicas.group.gather(
+        found = replicas.ranks.gather(
             {
                 "waited_for_ranks_s": round(replicas.waited_s, 4),
                 "peak_memory_bytes": self.meter.peak_bytes,

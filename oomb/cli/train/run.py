@@ -281,7 +281,8 @@ class Run:
     def before_after(self, when: str) -> None:
         """Look for needles and write a sample, if the settings ask for it."""
         evaluation, step = self.prepared.before_after, self.state.step
-        if self.is_first:
+        # Needles and samples need one rank that has all tokens of a chunk.
+        if self.is_first and self.trainer.engine.shards.size == 1:
             with self.trainer.engine.replicas.alone():
                 self.skippable(
                     "the evaluation", lambda: evaluation.run(when, step, self.trainer, self.display, self.log)

@@ -10,6 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from oomb.config import SettingError, parse_optim_args, setting
+from oomb.distributed.topology import Topology, TopologyError
 from oomb.utils.units import parse_tokens
 
 DEMO = "demo"
@@ -72,8 +73,9 @@ class TrainSettings:
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N.", panel=MODEL)
     parallel: str = setting(
         "auto",
-        "How the processes that torchrun started share the work. dp=N: N of them train on different examples and "
-        "average their gradients. auto: all of them.",
+        "How the processes that torchrun started share the work. sp=N: N of them share each example, with a part of "
+        "its tokens and heads each. dp=N: N such groups train on different examples; default: as many as there are. "
+        "auto: all processes train on different examples.",
         panel=MODEL,
     )
     seed: int = setting(42, "Seed for new weights, data order, dropout, needles and samples.", panel=MODEL, minimum=0)
@@ -293,11 +295,12 @@ class TrainSettings:
             raise SettingError("warmup_ratio", "and --warmup_steps are both given: pass only one")
 
     def _check_parallel(self) -> None:
-        name, _, size = self.parallel.partition("=")
-        if name in ("pp", "sp", "tp", "ep", "fsdp"):
-            raise SettingError("parallel", f"{self.parallel} is not supported: use dp=N, or auto")
-        if self.parallel != "auto" and (name != "dp" or not size.isdecimal() or int(size) < 1):
-            raise SettingError("parallel", f"is {self.parallel!r}; use dp=N, such as dp=8, or auto")
+        try:
+            shared = self.topology.sp
+        except TopologyError as error:
+            raise SettingError("parallel", str(error)) from error
+        if shared > 1 and self.needle_lengths is not None:
+            raise SettingError("needle_lengths", f"does not work with --parallel {self.parallel}: leave it out")
 
     def _check_evaluation(self) -> None:
         if self.eval_steps is not None and self.eval_strategy == "epoch":
@@ -315,15 +318,15 @@ class TrainSettings:
         return self.model_name_or_path == DEMO
 
     @property
-    def num_ranks(self) -> int | None:
-        """Processes that `parallel` asks for; None for all that run."""
-        return None if self.parallel == "auto" else int(self.parallel.removeprefix("dp="))
+    def topology(self) -> Topology:
+        return Topology.parse(self.parallel)
 
     @property
     def examples_per_step(self) -> int:
         """Examples of a step, on all ranks together."""
-        num_ranks = self.num_ranks or int(os.environ.get("WORLD_SIZE", 1))
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
+        topology = self.topology
+        replicas = topology.dp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // topology.sp)
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * replicas
 
     @property
     def tokens_per_step(self) -> int:
