@@ -16,7 +16,7 @@ from oomb.utils.units import parse_tokens
 
 
 @with_engine_options("page_budget", "page_rule", chunk_size=512)
-@with_options("loading", train_options("device", "trust_remote_code"))
+@with_options("loading", train_options("device", "trust_remote_code", "parallel"))
 def verify(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     context: Annotated[str, typer.Option("--context", help="Sequence length, in tokens.")] = "2048",
@@ -39,26 +39,31 @@ def verify(
     """Compare chunked with whole-sequence gradients for every parameter of your model, on your machine.
 
     The reference is the model's own forward and autograd, without dropout. The last line is the verdict. Exit code 0
-    means "trust it", 1 "do not trust", and 2 that the comparison failed.
+    means "trust it", 1 "do not trust", and 2 that the comparison failed. Under torchrun, several GPUs compute the
+    gradients, and each compares them.
     """
     with one_clear_message():
         settings = engine_settings(engine)
         chunk_size = settings.pop("chunk_size")
         load.check_model_name(model)
         quiet()
+        from oomb.cli.train.ranks import check_parallel, own_console
+        from oomb.distributed.watch import ending_together
         from oomb.eval.verify import verify as compare
 
-        comparison = compare(
-            model,
-            context=parse_tokens(context, "--context"),
-            chunk_size=chunk_size,
-            dtype=dtype,
-            num_layers=layers,
-            settings=settings,
-            seed=seed,
-            **loading,
-        )
-        console = Console()
+        check_parallel(loading["parallel"])
+        with ending_together():
+            comparison = compare(
+                model,
+                context=parse_tokens(context, "--context"),
+                chunk_size=chunk_size,
+                dtype=dtype,
+                num_layers=layers,
+                settings=settings,
+                seed=seed,
+                **loading,
+            )
+        console = own_console(Console())
         console.print(comparison.table())
         console.print(
             f"loss: {comparison.loss:.8f} in chunks, {comparison.whole_loss:.8f} for the whole sequence, "

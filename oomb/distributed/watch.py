@@ -323,3 +323,15 @@ def together() -> Iterator[None]:
                 _current.check(at_once=True, cause=error)
             _current.report(error)
         raise
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """The same for a whole program: stay a moment after an error, so that the other ranks end with its message."""
+    try:
+        with together():
+            yield
+    except BaseException:
+        if _current is not None:
+            _current.leave()
+        raise

@@ -16,10 +16,14 @@ import torch
 import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from oomb.config import Config
+from oomb.distributed.mesh import init_mesh, world_size
+from oomb.distributed.topology import Topology
 from oomb.engine.engine import Engine
 from oomb.models.load import load_model
+from oomb.utils.dtypes import resolve_device
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest relative error of a parameter's gradient, and of the loss. Most Hugging Face models compute RoPE and norms in
@@ -80,6 +84,7 @@ class Comparison:
     num_chunks: int
     total_error: float
     total_standard_error: float | None = None
+    num_ranks: int = 1
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -96,6 +101,7 @@ class Comparison:
         if not self.trusted:
             return f"do not trust: {'; '.join(self.problems)}"
         scope = f"{len(self.rows)} parameters, {self.context} tokens in {self.num_chunks} chunks, {self.dtype}"
+        scope += f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         if self.total_standard_error is None:
             return f"trust it: gradients match whole-sequence training to {self.rows[0].error:.1e} or better ({scope})"
         ratio = self.total_error / self.total_standard_error if self.total_standard_error else 1.0
@@ -132,6 +138,7 @@ def verify(
     settings: dict[str, Any] | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    parallel: str = "auto",
 ) -> Comparison:
     """Load a model and verify its gradients on random tokens.
 
@@ -145,6 +152,8 @@ def verify(
         settings: Other fields of `oomb.Config`.
         seed: Seed for the tokens, and for a preset's weights.
         trust_remote_code: Run Python code that comes with the model.
+        parallel: How the processes that torchrun started share the sequences, as in `oomb.Trainer`. Each compares all
+            gradients with whole-sequence autograd.
 
     Examples:
         >>> verify("demo", context=64, chunk_size=16, device="cpu").trusted
@@ -156,19 +165,28 @@ def verify(
             "context"
         )
     config = Config.from_dict({**(settings or {}), "chunk_size": chunk_size})
+    topology, mesh = Topology.parse(parallel), None
+    topology.num_replicas(world_size())  # raises if it does not fit
+    if world_size() > 1:
+        device = resolve_device(device).type
+        mesh = init_mesh(device, sp=topology.sp)
     torch.manual_seed(seed)
     model = load_model(
         name_or_path, dtype=dtype, device=device, num_layers=num_layers, trust_remote_code=trust_remote_code
     )
-    return compare(model, config, context=context, seed=seed)
+    return compare(model, config, context=context, seed=seed, mesh=mesh)
 
 
-def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) -> Comparison:
+def compare(
+    model: nn.Module, config: Config, *, context: int, seed: int = 0, mesh: DeviceMesh | None = None
+) -> Comparison:
     """Compare the engine's gradients with those of whole-sequence autograd, on random tokens and without dropout.
 
-    The weights are left unchanged and `.grad` is None afterwards.
+    The weights are left unchanged and `.grad` is None afterwards. With a mesh there is a sequence for each replica, and
+    all of them for autograd.
     """
-    engine = Engine(model, config)
+    engine = Engine(model, config, mesh=mesh)
+    ranks, replicas = engine.replicas.ranks, engine.replicas.group
     parameter = next(model.parameters())
     if parameter.dtype not in TOLERANCE and _is_mixture_of_experts(model):
         raise ValueError(
@@ -179,9 +197,10 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
     model.eval()
     vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocab_size, (1, context), generator=generator).to(parameter.device)
+    ids = torch.randint(vocab_size, (replicas.size, context), generator=generator).to(parameter.device)
+    own_ids = ids[replicas.rank : replicas.rank + 1]
     try:
-        loss, gradients = _gradients(model, lambda: engine.loss(ids))
+        loss, gradients = _gradients(model, lambda: engine.loss(own_ids))
         whole_loss, whole = _gradients(model, lambda: _whole_sequence_loss(model, ids))
         if parameter.dtype in TOLERANCE:
             rows = _rows(whole, gradients)
@@ -194,6 +213,10 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
         model.zero_grad(set_to_none=True)
         model.train(was_training)
     rows.sort(key=lambda row: row.severity, reverse=True)
+    problems = _problems(rows, loss, whole_loss, total, total_standard, parameter.dtype)
+    if ranks.size > 1:
+        everyones = ranks.gather(problems)
+        problems = [f"rank {rank}: {text}" for rank, found in enumerate(everyones) for text in found]
     return Comparison(
         rows=rows,
         loss=loss,
@@ -203,7 +226,8 @@ def compare(model: nn.Module, config: Config, *, context: int, seed: int = 0) ->
         num_chunks=-(-context // config.chunk_size),
         total_error=total,
         total_standard_error=total_standard,
-        problems=_problems(rows, loss, whole_loss, total, total_standard, parameter.dtype),
+        num_ranks=ranks.size,
+        problems=problems,
     )
 
 

@@ -119,6 +119,18 @@ def test_trl_trainers_train_as_one(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(together["weights"][name], weight, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timing
+def test_oomb_verify_compares_what_ranks_compute_together(tmp_path: Path) -> None:
+    command = ["-m", "oomb", "verify", "demo", "--device", "cpu", "--context", "64", "--chunk_size", "16"]
+    process = torchrun(2, *command, "--dtype", "float64", "--parallel", "sp=2", cwd=tmp_path)
+    printed = finish(process)
+    assert process.returncode == 0 and printed.count("trust it") == 1 and "2 ranks" in printed, printed[-5000:]
+    process = torchrun(2, *command, "--parallel", "sp=3", cwd=tmp_path)
+    printed = finish(process)
+    assert process.returncode != 0 and "--parallel sp=3 needs a multiple of 3 processes, and 2 run" in printed
+
+
 @pytest.mark.parametrize(
     ("text", "world_size", "replicas"),
     [("auto", 6, 6), ("dp=3", 3, 3), ("sp=4", 8, 2), ("sp=2,dp=3", 6, 3), ("dp=1,sp=1", 1, 1)],

@@ -17,7 +17,7 @@ from oomb.config import SettingError
 from oomb.distributed import watch
 from oomb.distributed.collectives import Group, require_same
 from oomb.distributed.mesh import init_mesh, versions, world_size
-from oomb.distributed.topology import TopologyError
+from oomb.distributed.topology import Topology, TopologyError
 from oomb.utils.lock import locked
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -34,16 +34,17 @@ def is_restarted() -> bool:
     return int(os.environ.get(RESTARTS, 0)) > 0
 
 
-def check_parallel(settings: TrainSettings) -> None:
-    """Raise `SettingError` if `--parallel` does not match the number of processes."""
+def check_parallel(parallel: str) -> None:
+    """Raise `SettingError` if `--parallel` is wrong or does not match the number of processes."""
     try:
-        settings.topology.num_replicas(world_size())
+        topology = Topology.parse(parallel)
     except TopologyError as error:
-        raise SettingError(
-            "parallel",
-            f"{error}: start as many with torchrun --nproc-per-node, or pass --parallel auto to train data parallel on "
-            "those that run",
-        ) from error
+        raise SettingError("parallel", str(error)) from error
+    try:
+        topology.num_replicas(world_size())
+    except TopologyError as error:
+        advice = "start as many with torchrun --nproc-per-node, or leave it out to use those that run, data parallel"
+        raise SettingError("parallel", f"{error}: {advice}") from error
 
 
 @contextmanager
@@ -60,16 +61,11 @@ def joined(settings: TrainSettings, device: torch.device) -> Iterator[TrainSetti
         yield settings
         return
     init_mesh(device.type, sp=settings.topology.sp)
-    try:
-        with watch.together():
-            group = Group(dist.group.WORLD)
-            require_same(group, "package", versions())
-            require_same(group, "setting", {**asdict(settings), "device": device.type})
-            yield settings
-    except BaseException:
-        if (known := watch.current()) is not None:
-            known.leave()
-        raise
+    with watch.ending_together():
+        group = Group(dist.group.WORLD)
+        require_same(group, "package", versions())
+        require_same(group, "setting", {**asdict(settings), "device": device.type})
+        yield settings
 
 
 def own_console(console: Console) -> Console:

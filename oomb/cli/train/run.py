@@ -51,7 +51,7 @@ def run(settings: TrainSettings, console: Console) -> int:
         ValueError: A setting, the data or the model is wrong. Raised before the first step.
     """
     config = Config.from_dict(settings.engine)
-    ranks.check_parallel(settings)
+    ranks.check_parallel(settings.parallel)
     device = prepare.check_settings(settings)
     with ranks.joined(settings, device) as settings:
         return _run_joined(settings, config, device, ranks.own_console(console))
