@@ -1,4 +1,4 @@
-"""Exact training of Hugging Face causal language models on very long contexts, on one GPU."""
+"""Exact training of Hugging Face causal language models on very long contexts, on one GPU or several."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OFFLOADED_STATES = {
     "offloaded_adamw_bf16": "bfloat16",
     "offloaded_adamw_8bit": "8bit",
 }
-"""Names of `oomb.OffloadedAdamW` by its `state_dtype`, the precision of its states in host memory."""
+"""Optimizer names, and the `state_dtype` of `oomb.OffloadedAdamW` that each stands for."""
 OFFLOADED_OPTIONS: dict[str, dict[str, Any]] = {
     "state_dtype": {name: name for name in OFFLOADED_STATES.values()},
     "master_weights": {"true": True, "false": False},

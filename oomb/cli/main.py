@@ -22,7 +22,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Train Hugging Face causal language models on very long contexts, on one GPU, with exact gradients.\n\n"
+    help="Train Hugging Face causal language models on very long contexts with exact gradients, on one GPU or several."
+    "\n\n"
     "[bold]oomb demo[/] trains a small built-in example and compares it with standard training. "
     "[bold]oomb train[/] trains on your data. [bold]oomb tokenize[/] prepares large datasets. "
     "[bold]oomb plan[/] predicts memory and time and "

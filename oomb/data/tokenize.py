@@ -210,11 +210,11 @@ def _check_unchanged(job: Job, old: dict[str, Any], new: dict[str, Any]) -> None
             raise ValueError(f"{names[0]} {what} in {job.dataset} since it was tokenized{others}: {remedy}")
     if old["tokenizer"] != new["tokenizer"]:
         was, is_now = old["tokenizer_name"] or "bytes", new["tokenizer_name"] or "bytes"
-        what = f"{is_now} has changed" if was == is_now else f"the tokenizer was {was} and is {is_now}"
+        what = f"{is_now} has changed" if was == is_now else f"the tokenizer changed from {was} to {is_now}"
         raise ValueError(f"{what} since {job.dataset} was tokenized: {remedy}")
     for name in ("join", "seed", "shard_size", "kind"):
         if old[name] != new[name]:
-            raise ValueError(f"--{name} was {old[name]} and is {new[name]}: {remedy}")
+            raise ValueError(f"--{name} changed from {old[name]} to {new[name]}: {remedy}")
 
 
 def _in_this_process(job: Job, work: Work, encoder: Encoder, numbers: list[int], report: Callable[[int], None]) -> None:

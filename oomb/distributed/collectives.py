@@ -143,7 +143,7 @@ class Group:
 
 
 def require_same(group: Group, what: str, own: dict[str, Any]) -> None:
-    """Raise `TopologyError` on all ranks if one of them has other values than the first.
+    """Raise `TopologyError` on all ranks if their values differ.
 
     Args:
         group: The ranks.

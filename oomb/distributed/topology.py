@@ -54,7 +54,7 @@ class Topology:
         """
         if world_size % self.sp or self.dp not in (None, world_size // self.sp):
             needed = f"{self.dp * self.sp:,}" if self.dp is not None else f"a multiple of {self.sp:,}"
-            raise TopologyError(f"{self} needs {needed} processes, and {world_size:,} run")
+            raise TopologyError(f"{self} needs {needed} processes, but {world_size:,} are running")
         return world_size // self.sp
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 A rank that fails writes its message to the store that the ranks met at. Every rank has a thread that reads it. Waits in
 our collectives then raise `RankFailed`; a wait elsewhere ends when the process that failed exits and its connections
-close, or is aborted. Each rank also counts up a number in the store, so that its neighbor notices if it dies.
+close, or is aborted. Each rank also keeps counting in the store, so that its neighbor notices if it dies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 LOOK_S = 0.5
 """Time between two looks at the store."""
 SILENT_S = 60.0
-"""A rank whose number stays the same for this long counts as dead."""
+"""A rank whose count stays the same for this long is considered dead."""
 ABORT_S, EXIT_S = 15.0, 120.0
 """How long after a failure elsewhere a rank that has not noticed aborts its NCCL collectives, and exits."""
 
@@ -69,7 +69,7 @@ class Watch:
         store: Store that all ranks reach. It gets a connection of its own.
         rank: This rank.
         world_size: Number of ranks.
-        silent_s: A rank that is silent for this long counts as dead.
+        silent_s: A rank that is silent for this long is considered dead.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, silent_s: float = SILENT_S) -> None:
@@ -80,7 +80,7 @@ class Watch:
         self._is_over = threading.Event()
         self._beats = self._num_calls = 0
         self._seen: tuple[int, float] = (-1, time.monotonic())
-        """The neighbor's number, and since when it is that."""
+        """The neighbor's last count, and when it last changed."""
         self.on_stop: Callable[[], None] | None = None
         """Called once, in the watch's thread, when another rank was asked to stop."""
         self.while_waiting: Callable[[], None] = lambda: None
@@ -237,7 +237,7 @@ class Watch:
             on_stop()
 
     def _beat(self) -> None:
-        """Count up, and look at the neighbor's number."""
+        """Count up, and look at the neighbor's count."""
         neighbor, self._beats = (self.rank + 1) % self.world_size, self._beats + 1
         with self._lock, suppress(RuntimeError):
             self._store.set(f"oomb/beats/{self.rank}", str(self._beats))

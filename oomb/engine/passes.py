@@ -336,8 +336,11 @@ class ChunkedForward:
         return self.shards.share(self.batch.targets[:, chunk.start : chunk.end], filler=IGNORE_INDEX)
 
     def _share_of_grad(self, grad_BT: Tensor | None, chunk: Chunk) -> Tensor | None:
-        """Return the gradients of this rank's tokens. Ranks average what they compute, but share this loss, so that of
-        a token counts as often as there are ranks."""
+        """Return the gradients of this rank's tokens.
+
+        Parameter gradients are averaged over ranks, but these ranks share one loss, so each token's gradient is
+        multiplied by their number.
+        """
         if grad_BT is None:
             return None
         return self.shards.share(grad_BT[:, chunk.start : chunk.end]) * self.shards.size

@@ -14,7 +14,7 @@ def match_replicas(model: CausalLM, group: Group) -> None:
     """Give all ranks the trained weights of the first one, such as new adapters.
 
     Raises:
-        TopologyError: A rank has another model, other frozen weights or other package versions.
+        TopologyError: The model, its frozen weights or package versions differ between ranks.
     """
     if group.size == 1:
         return
@@ -29,7 +29,7 @@ def match_replicas(model: CausalLM, group: Group) -> None:
         if not parameter.requires_grad:
             rank = next(rank for rank, number in enumerate(found) if number != found[0])
             raise TopologyError(
-                f"rank {rank} has other weights than rank 0 in {name}, which is frozen: load the same model on all"
+                f"the frozen parameter {name} differs between rank {rank} and rank 0: load the same model on all ranks"
             )
         with torch.no_grad():
             group.broadcast_(parameter.data)

@@ -142,7 +142,7 @@ def machine_named(gpu: str, host_bytes: int) -> Machine:
     """
     for key, spec in GPUS.items():
         extra = _words(gpu) - _words(key) - VENDOR_WORDS
-        # A name rounds up: the "80GB" of an H100 are 79.1 GiB.
+        # A name rounds up: the "80GB" of an H100 is 79.1 GiB.
         is_named = _words(key) <= _words(gpu) and all(
             _is_size(word) and 0.9 * int(word[:-2]) < spec.memory_gib < int(word[:-2]) for word in extra
         )

@@ -257,11 +257,11 @@ def test_what_has_changed_is_named(tmp_path: Path, source: Path) -> None:
     os.utime(changed, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     tokenizer = small_tokenizer()
     for options, message in (
-        ({"seed": 1}, r"--seed was 42 and is 1: .*--overwrite.*--output"),
-        ({"join": "repository"}, "--join was documents and is repository"),
+        ({"seed": 1}, r"--seed changed from 42 to 1: .*--overwrite.*--output"),
+        ({"join": "repository"}, "--join changed from documents to repository"),
         (
             {"load_tokenizer": lambda: tokenizer, "tokenizer_name": "small"},
-            "the tokenizer was bytes and is small since",
+            "the tokenizer changed from bytes to small since",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -165,7 +165,7 @@ def test_ctrl_c_stops_all_ranks_and_saves(one_process: dict[int, float], tmp_pat
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
     process = torchrun(2, *RUN, "--parallel", "dp=3", "--output_dir", "out", cwd=tmp_path)
     printed = finish(process)
-    assert process.returncode != 0 and "--parallel dp=3 needs 3 processes, and 2 run" in printed
+    assert process.returncode != 0 and "--parallel dp=3 needs 3 processes, but 2 are running" in printed
     assert not (tmp_path / "out").exists()
 
 

@@ -128,7 +128,7 @@ def test_oomb_verify_compares_what_ranks_compute_together(tmp_path: Path) -> Non
     assert process.returncode == 0 and printed.count("trust it") == 1 and "2 ranks" in printed, printed[-5000:]
     process = torchrun(2, *command, "--parallel", "sp=3", cwd=tmp_path)
     printed = finish(process)
-    assert process.returncode != 0 and "--parallel sp=3 needs a multiple of 3 processes, and 2 run" in printed
+    assert process.returncode != 0 and "--parallel sp=3 needs a multiple of 3 processes, but 2 are running" in printed
 
 
 @pytest.mark.parametrize(
@@ -159,5 +159,5 @@ def test_wrong_topologies(text: str, message: str) -> None:
 
 @pytest.mark.parametrize(("text", "world_size"), [("sp=4", 6), ("dp=2", 3), ("dp=2,sp=2", 8)])
 def test_topologies_that_do_not_fit(text: str, world_size: int) -> None:
-    with pytest.raises(TopologyError, match=f"processes, and {world_size} run"):
+    with pytest.raises(TopologyError, match=f"processes, but {world_size} are running"):
         Topology.parse(text).num_replicas(world_size)

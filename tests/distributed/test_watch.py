@@ -134,7 +134,7 @@ def test_a_request_to_stop_reaches_the_other_rank(pair: list[Watch]) -> None:
 
 
 def test_ranks_meet_in_a_store_that_earlier_processes_used() -> None:
-    """torchrun keeps its store over restarts. A rank that believed what is in it would look for processes of before."""
+    """torchrun keeps its store over restarts. A rank that trusted its contents would wait for processes from before."""
     store = dist.HashStore()
     for _ in range(3):
         parts = in_threads(*(lambda rank=rank: meet(store, rank, 3, NO_LIMIT_S) for rank in range(3)))

@@ -34,7 +34,7 @@ def test_it_is_bitwise_adamw(
     train(ours, optimizer)
     train(theirs, reference)
     assert are_equal(values(ours), values(theirs))
-    assert ours.first._version >= STEPS, "who looks for changed parameters would not see it"
+    assert ours.first._version >= STEPS, "code that looks for changed parameters would not see it"
     assert not are_equal(values(ours)[:4], values(net(dtype))[:4])
     assert torch.equal(ours.unused, torch.ones(300)) and ours.unused not in optimizer.state
     for p, q in zip(ours.parameters(), theirs.parameters()):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from oomb.cli.plan.table import TIERS, model_title, used_and_limit
+from oomb.cli.plan.table import LABELS, TIERS, model_title, used_and_limit
 from oomb.planner.forecast import StepForecast, step_terms
 from oomb.planner.placement import place
 from oomb.planner.plan import PlanReport
@@ -47,7 +47,12 @@ def plot(report: PlanReport, path: Path) -> None:
     for axes, (tier, name) in zip(figure.subplots(1, 2), TIERS.items(), strict=True):
         names, sizes = _curves(terms, tier)
         if names:
-            axes.stackplot(contexts, sizes, labels=names, colors=[COLORS[name] for name in names])
+            axes.stackplot(
+                contexts,
+                sizes,
+                labels=[LABELS.get(name, name) for name in names],
+                colors=[COLORS[name] for name in names],
+            )
         used, limit = (num_bytes / GIB for num_bytes in used_and_limit(report, tier))
         axes.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.1f} GiB")
         axes.axvline(forecast.length, color="gray", linestyle=":", linewidth=1, label=f"{forecast.length:,} tokens")

@@ -16,6 +16,11 @@ from oomb.planner.request import SAFETY_SHARE
 from oomb.utils.units import GIB, gib, parse_bytes
 
 TIERS = {GPU: "GPU", HOST: "host"}
+LABELS = {
+    "kept attention outputs": "saved attention outputs",
+    "page summaries and choices": "page means and selections",
+}
+"""Uses of memory that JSON files have under an older name."""
 JSON_KEYS = {
     "has_float32_adapters": "has_wide_adapters",
     "layer_io_width": "layer_width",
@@ -50,7 +55,8 @@ def memory_table(report: PlanReport) -> Table:
     for tier, name in TIERS.items():
         for term in forecast.terms:
             if term.tier == tier:
-                table.add_row(term.name, name, gib(term.num_bytes), "grows with the context" if term.grows else "")
+                label = LABELS.get(term.name, term.name)
+                table.add_row(label, name, gib(term.num_bytes), "grows with the context" if term.grows else "")
         total, limit = used_and_limit(report, tier)
         source = "usable" if tier == GPU else f"{SAFETY_SHARE:.0%} of what is free"
         if tier == HOST and forecast.config.host_memory != "auto":

@@ -141,7 +141,7 @@ class TrainingDisplay(TrainerCallback):
             )
 
     def _rank_wait(self, step_s: float) -> str | None:
-        """Return which rank is the slowest, if others lose more than 1% of a step by it."""
+        """Return the slowest rank if others spend more than 1% of the step waiting for it."""
         rank, wait_s = self.state.slowest_rank, self.state.longest_wait_s
         return None if rank is None or wait_s < 0.01 * step_s else f"up to {seconds(wait_s)} waiting for rank {rank}"
 

@@ -55,7 +55,7 @@ LEARNING_RATE, LORA_LEARNING_RATE = 5e-5, 2e-4
 
 
 class AlreadyComplete(Exception):
-    """torchrun has started a run again that has nothing left to do."""
+    """torchrun restarted a run that is already complete."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def check_parallel(parallel: str) -> None:
     try:
         topology.num_replicas(world_size())
     except TopologyError as error:
-        advice = "start as many with torchrun --nproc-per-node, or leave it out to use those that run, data parallel"
+        advice = "start as many with torchrun --nproc-per-node, or leave out --parallel to train data parallel on those"
         raise SettingError("parallel", f"{error}: {advice}") from error
 
 
