@@ -17,6 +17,7 @@ import os
 import re
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import torch
+
+from oomb.models.weight_files import find_broken_file
 from oomb.utils import files
 from oomb.utils.checksums import SignedJson, file_crc32, sampled_crc32
 from oomb.utils.units import exact_bytes
@@ -303,3 +307,42 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord] | None:
         name: FileRecord(int(entry["bytes"]), int(entry["crc32"]), is_sampled=version == 1)
         for name, entry in entries.items()
     }
+
+
+def is_earlier(folder: Path, state: dict[str, Any]) -> bool:
+    """Return whether a checkpoint is an earlier one of the run with this trainer state."""
+    try:
+        history = json.loads((folder / STATE).read_text())["log_history"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return history == state["log_history"][: len(history)]
+
+
+def unreadable_file(folder: Path) -> str | None:
+    """Return which file of a checkpoint is damaged and how, or None."""
+    for path in sorted(folder.glob("*.pt*")):
+        # torch.save writes a zip archive with a checksum per part.
+        try:
+            with zipfile.ZipFile(path) as archive:
+                part = archive.testzip()
+        except (zipfile.BadZipFile, OSError, EOFError) as error:
+            return f"{path.name} cannot be read ({error})"
+        if part is not None:
+            return f"{path.name} cannot be read (the checksum of {part} differs)"
+    return find_broken_file(folder)
+
+
+def check_optimizer_shapes(optimizer: Any, folder: Path) -> None:
+    """Raise if a loaded moment does not have its parameter's shape. torch loads it anyway, and may crash in `step`."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    if type(plain) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return  # other optimizers may keep smaller projections
+    for parameter, state in plain.state.items():
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
+            moment = state.get(name)
+            if isinstance(moment, torch.Tensor) and moment.shape != parameter.shape:
+                raise BrokenCheckpoint(
+                    f"{folder} is damaged or belongs to another model: {name} in optimizer.pt has shape "
+                    f"{tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}; "
+                    f"{resume_advice(folder)}"
+                )

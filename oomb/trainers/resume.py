@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from oomb.distributed import watch
-from oomb.models.weight_files import find_broken_file
 from oomb.ops.rounding import mix
 from oomb.trainers import checkpoints
 from oomb.trainers.finite import FiniteSteps
@@ -75,8 +73,7 @@ class ResumableTrainer(FiniteSteps):
                 damaged folder raises `BrokenCheckpoint` before anything is loaded; the error names the file.
         """
         output_dir = Path(self.args.output_dir)
-        with ExitStack() as stack:
-            stack.enter_context(watch.together())
+        with watch.together(), ExitStack() as stack:
             if self.args.should_save and not self.holds_lock:
                 stack.enter_context(locked(output_dir))
             folder = self._folder_to_resume(output_dir, resume_from_checkpoint)
@@ -300,7 +297,7 @@ class ResumableTrainer(FiniteSteps):
         if (recorded := saved.get("best_model_checkpoint")) is None:
             return result
         here = self._resumed.parent / Path(recorded).name
-        found = next((path for path in (here, Path(recorded)) if _is_earlier_in(path, saved)), None)
+        found = next((path for path in (here, Path(recorded)) if checkpoints.is_earlier(path, saved)), None)
         self.state.best_model_checkpoint = None if found is None else str(found)
         if found is None:
             score = f" ({self.args.metric_for_best_model} {self.state.best_metric})" if self.state.best_metric else ""
@@ -343,7 +340,7 @@ class ResumableTrainer(FiniteSteps):
         with self._reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            _check_shapes(self.optimizer, Path(checkpoint))
+            checkpoints.check_optimizer_shapes(self.optimizer, Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._reading(checkpoint):
@@ -355,7 +352,7 @@ class ResumableTrainer(FiniteSteps):
         try:
             yield
         except Exception as error:
-            file = None if folder is None else _unreadable(Path(folder))
+            file = None if folder is None else checkpoints.unreadable_file(Path(folder))
             if file is None:
                 error.add_note(f"while reading {folder}: was it written with this model, adapters and arguments?")
                 raise
@@ -401,42 +398,3 @@ class _Steps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer.check_weights_finite()
-
-
-def _is_earlier_in(folder: Path, state: dict[str, Any]) -> bool:
-    """Return whether a checkpoint is an earlier one of the run with this trainer state."""
-    try:
-        history = json.loads((folder / checkpoints.STATE).read_text())["log_history"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return history == state["log_history"][: len(history)]
-
-
-def _unreadable(folder: Path) -> str | None:
-    """Return which file of a checkpoint is damaged and how, or None."""
-    for path in sorted(folder.glob("*.pt*")):
-        # torch.save writes a zip archive with a checksum per part.
-        try:
-            with zipfile.ZipFile(path) as archive:
-                part = archive.testzip()
-        except (zipfile.BadZipFile, OSError, EOFError) as error:
-            return f"{path.name} cannot be read ({error})"
-        if part is not None:
-            return f"{path.name} cannot be read (the checksum of {part} differs)"
-    return find_broken_file(folder)
-
-
-def _check_shapes(optimizer: Any, folder: Path) -> None:
-    """Raise if a loaded moment does not have its parameter's shape. torch loads it anyway, and may crash in `step`."""
-    plain = getattr(optimizer, "optimizer", optimizer)
-    if type(plain) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        return  # other optimizers may keep smaller projections
-    for parameter, state in plain.state.items():
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
-            moment = state.get(name)
-            if isinstance(moment, Tensor) and moment.shape != parameter.shape:
-                raise checkpoints.BrokenCheckpoint(
-                    f"{folder} is damaged or belongs to another model: {name} in optimizer.pt has shape "
-                    f"{tuple(moment.shape)}, but its parameter {tuple(parameter.shape)}; "
-                    f"{checkpoints.resume_advice(folder)}"
-                )

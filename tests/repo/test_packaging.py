@@ -114,6 +114,11 @@ def test_imports_only_go_down() -> None:
             assert not wrong, f"{name} imports {wrong}, which is neither on a lower floor nor along an arrow"
 
 
+def test_files_are_short() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert not {name: length for name, length in lengths.items() if length > 400}
+
+
 def test_an_upward_import_would_be_seen(tmp_path: Path) -> None:
     file = tmp_path / "memory.py"
     file.write_text(

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from oomb.cli.train.settings import DEMO, TrainSettings
 from oomb.config import SettingError
 from oomb.data.tokenizers import another_tokenizer
+from oomb.distributed.ulysses import possible_sizes
 from oomb.models import adapters, load, presets
 from oomb.utils import dtypes
 
@@ -64,6 +65,18 @@ def choose_precision(settings: TrainSettings, gpu_bytes: int | None, model_confi
             "memory), --dtype float32 --bf16 if that fits on the GPU, or --use_peft (adapters)"
         )
     return Precision(dtype, mixed, warning)
+
+
+def check_heads(settings: TrainSettings, config: PretrainedConfig) -> None:
+    """Raise `SettingError` if the heads of the model cannot be divided over the ranks that share an example."""
+    text, shared = config.get_text_config(decoder=True), settings.topology.sp
+    heads = getattr(text, "num_attention_heads", None)
+    sizes = [] if heads is None else possible_sizes(heads, getattr(text, "num_key_value_heads", None) or heads)
+    if shared > 1 and heads is not None and shared not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise SettingError(
+            "parallel", f"sp={shared} cannot divide the {heads} heads of this model: choose from {known}"
+        )
 
 
 def check_targets(settings: TrainSettings, model_config: PretrainedConfig) -> None:

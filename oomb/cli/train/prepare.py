@@ -13,13 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from oomb.cli.progress import bytes_bar
 from oomb.cli.train import describe, model, ranks, save
@@ -36,7 +30,6 @@ from oomb.data.tokens import Split
 from oomb.distributed import watch
 from oomb.distributed.collectives import Group, require_same
 from oomb.distributed.mesh import ranks_per_host, world_size
-from oomb.distributed.ulysses import possible_sizes
 from oomb.memory.host import free_host_bytes
 from oomb.models import adapters, load
 from oomb.models.probe import model_shape
@@ -140,7 +133,7 @@ def prepare(
     model_config = load.load_config(settings.model_name_or_path, trust_remote_code=settings.trust_remote_code)
     if settings.use_peft:
         model.check_targets(settings, model_config)
-    _check_heads(settings, model_config)
+    model.check_heads(settings, model_config)
     precision = model.choose_precision(settings, gpu_memory(device), model_config)
     tokenizer = model.load_tokenizer(settings, model_config)
     vocab_size = model_config.get_text_config().vocab_size
@@ -207,18 +200,6 @@ def _load_in_turn(
         found = {"number of examples": len(split.train), "first example": crc32(repr(first).encode())}
         require_same(Group(dist.group.WORLD), "dataset:", {**found, "last example": crc32(repr(last).encode())})
     return split
-
-
-def _check_heads(settings: TrainSettings, model_config: PretrainedConfig) -> None:
-    """Raise `SettingError` if the heads of the model cannot be divided over the ranks that share an example."""
-    text, shared = model_config.get_text_config(decoder=True), settings.topology.sp
-    heads = getattr(text, "num_attention_heads", None)
-    sizes = [] if heads is None else possible_sizes(heads, getattr(text, "num_key_value_heads", None) or heads)
-    if shared > 1 and heads is not None and shared not in sizes:
-        known = ", ".join(map(str, sizes))
-        raise SettingError(
-            "parallel", f"sp={shared} cannot divide the {heads} heads of this model: choose from {known}"
-        )
 
 
 def check_packages(settings: TrainSettings) -> None:

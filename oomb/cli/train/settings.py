@@ -273,7 +273,8 @@ class TrainSettings:
         for described in train_fields():
             check_value(described.name, getattr(self, described.name))
         self._check_schedule()
-        self._check_parallel()
+        if self.topology.sp > 1 and self.needle_lengths is not None:
+            raise SettingError("needle_lengths", f"does not work with --parallel {self.parallel}: leave it out")
         if self.eval_steps is not None and self.eval_strategy == "no":
             self.eval_strategy = "steps"
         self._check_evaluation()
@@ -294,14 +295,6 @@ class TrainSettings:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise SettingError("warmup_ratio", "and --warmup_steps are both given: pass only one")
 
-    def _check_parallel(self) -> None:
-        try:
-            shared = self.topology.sp
-        except TopologyError as error:
-            raise SettingError("parallel", str(error)) from error
-        if shared > 1 and self.needle_lengths is not None:
-            raise SettingError("needle_lengths", f"does not work with --parallel {self.parallel}: leave it out")
-
     def _check_evaluation(self) -> None:
         if self.eval_steps is not None and self.eval_strategy == "epoch":
             raise SettingError("eval_steps", "contradicts --eval_strategy epoch: leave one of them out")
@@ -319,13 +312,15 @@ class TrainSettings:
 
     @property
     def topology(self) -> Topology:
-        return Topology.parse(self.parallel)
+        try:
+            return Topology.parse(self.parallel)
+        except TopologyError as error:
+            raise SettingError("parallel", str(error)) from error
 
     @property
     def examples_per_step(self) -> int:
         """Examples of a step, on all ranks together."""
-        topology = self.topology
-        replicas = topology.dp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // topology.sp)
+        replicas = self.topology.dp or max(1, int(os.environ.get("WORLD_SIZE", 1)) // self.topology.sp)
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * replicas
 
     @property
