@@ -16,7 +16,7 @@ from oomb.distributed.topology import TopologyError
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 5e-3
-"""Pauses between two looks at a collective that is under way. They double from the first to the longest."""
+"""Polling interval of a collective. It doubles from the first to the longest."""
 
 
 class Group:
@@ -137,7 +137,7 @@ class Group:
 
     @property
     def _device(self) -> torch.device:
-        """Device of small messages: the CPU, unless the group's backend has only a GPU."""
+        """Device of small messages: the CPU, unless the group's backend supports only GPU tensors."""
         backend = dist.get_backend(self._group)
         return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 

@@ -93,7 +93,8 @@ class GradientSync:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replace every gradient by its mean over ranks. A rank without a gradient that others have counts as zero.
+        """Replace every gradient by its mean over ranks. If a rank lacks a gradient that others
+        have, its gradient counts as zero.
 
         Gradients in 16 bits are summed in float32.
         """

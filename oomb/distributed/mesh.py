@@ -25,7 +25,7 @@ DIMS = ("dp", "sp")
 """Mesh dimensions the engine knows, from the outside in. Along dp, ranks train on different sequences; along sp, they
 share sequences, each with a part of the tokens and heads. All hold the same weights."""
 TIMEOUT = timedelta(hours=2)
-"""Limit of one collective. Failures end a run earlier, through `oomb.distributed.watch`."""
+"""Time limit for one collective. Failures end a run earlier, through `oomb.distributed.watch`."""
 JOIN_S = 300.0
 """How long ranks wait for each other at the start."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "oomb")
@@ -89,8 +89,8 @@ def init_mesh(device_type: str | None = None, *, sp: int = 1) -> DeviceMesh:
 def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> dist.Store:
     """Wait until all ranks have reached a store, and return a part of it that earlier processes have not written to.
 
-    torchrun keeps its store when it restarts failed processes, with what they wrote. So every process shows a number of
-    its own, rank 0 collects them under the name of a session, and the session holds once all have confirmed it.
+    torchrun keeps its store when it restarts failed processes, with what they wrote. So every process publishes a
+    unique id, rank 0 collects the ids under a session name, and the session is valid once all ranks have confirmed it.
 
     Args:
         store: Store of the launcher.
@@ -158,8 +158,8 @@ def _use_own_gpu() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if local_rank >= torch.cuda.device_count():
         raise TopologyError(
-            f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}. Start at most "
-            "that many with --nproc-per-node"
+            f"process {local_rank} of this machine has no GPU. Start at most {torch.cuda.device_count()} with "
+            "--nproc-per-node, the number of GPUs here"
         )
     torch.cuda.set_device(local_rank)
 

@@ -29,7 +29,7 @@ class TokenShards:
         self.group, self.rank, self.size = group, group.rank, group.size
 
     def share(self, x_BT: Tensor, filler: int = 0) -> Tensor:
-        """Return this rank's tokens of a chunk. The last ranks have fillers if the tokens do not divide evenly."""
+        """Return this rank's tokens of a chunk. The last ranks are padded if the tokens do not divide evenly."""
         if self.size == 1:
             return x_BT
         length = x_BT.shape[1]

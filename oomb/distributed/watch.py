@@ -28,7 +28,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""Time between two looks at the store."""
+"""Polling interval of the store."""
 SILENT_S = 60.0
 """A rank whose count stays the same for this long is considered dead."""
 ABORT_S, EXIT_S = 15.0, 120.0
@@ -215,7 +215,8 @@ class Watch:
     def _report(self, rank: int, message: str) -> None:
         with self._lock, suppress(RuntimeError):
             if self._store.add(f"{FAILURE}/count", 1) == 1:
-                where = f" (on {socket.gethostname()})" if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" else ""
+                has_machines = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+                where = f" (on {socket.gethostname()})" if has_machines and rank == self.rank else ""
                 self._store.set(FAILURE, json.dumps([rank, f"{message}{where}"]))
         self._look()
 
@@ -248,7 +249,7 @@ class Watch:
             if number != self._seen[0]:
                 self._seen = number, time.monotonic()
         if time.monotonic() - self._seen[1] > self.silent_s:
-            self._report(neighbor, f"has been silent for {self.silent_s:.0f} s: it died or its machine is unreachable")
+            self._report(neighbor, f"no sign of life for {self.silent_s:.0f} s; it died or its machine is unreachable")
 
     def _run(self) -> None:
         failed_at = None

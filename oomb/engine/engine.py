@@ -98,7 +98,7 @@ class Engine:
 
         Args:
             input_ids: token ids, [B, T] or a list of [T].
-            labels: as in Hugging Face: same shape as `input_ids`, shifted inside, -100 is ignored. Defaults to
+            labels: as in Hugging Face: same shape as `input_ids`, shifted internally, -100 is ignored. Defaults to
                 `input_ids`.
             num_items: divide the summed loss by this number. Defaults to the number of counted tokens: the mean.
                 With a mesh, both the loss and this number are those of all ranks.

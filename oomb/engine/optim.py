@@ -300,8 +300,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._finish_pending()
         if self._done:
             raise RuntimeError(
-                f"a step was interrupted after it updated {len(self._done)} parameters, the last one perhaps in part: "
-                "call step() again to finish it, or load a state"
+                f"a step was interrupted after it updated {len(self._done)} parameters, the last one possibly only in "
+                "part: call step() again to finish it, or load a state"
             )
 
 

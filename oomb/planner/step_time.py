@@ -20,9 +20,9 @@ SHORTEST_CHUNK = 4096
 """Smallest chunk the rates hold for. Smaller chunks leave the tensor cores underused."""
 LORA_FACTOR, FLOAT32_LORA_FACTOR = 1.13, 1.43
 """Time of the layers' matrix products with adapters, relative to without. Fitted to three steps of Qwen2.5-7B with LoRA
-(rank 16 on all linear layers, 32,768 tokens, chunks of 4096 and 8192, layers checkpointed or not); within 2.5%. PEFT's
-adapters are float32 outside of autocast, TF32 is off by default, and their inputs are cast: five steps up to 65,536
-tokens; within 2%."""
+(rank 16 on all linear layers, 32,768 tokens, chunks of 4096 and 8192, layers checkpointed or not), within 2.5%. The
+second factor is for adapters in float32, as PEFT's are outside of autocast: TF32 is off by default and inputs are cast.
+It is fitted to five steps of up to 65,536 tokens, within 2%."""
 SPARSE_FORWARD_TFLOPS, SPARSE_BACKWARD_TFLOPS = 384, 321
 """Rates of attention to selected pages, counted as for dense attention. One step of Qwen2.5-7B on 49,152 tokens, chunks
 of 4096, 64 pages of 128."""

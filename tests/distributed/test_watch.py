@@ -76,7 +76,7 @@ def test_a_silent_rank_counts_as_dead() -> None:
     other = Watch(store, 0, 2, silent_s=0.1)
     wait_until(lambda: other.failure is not None, lambda: "nothing was noticed")
     other.close()
-    assert other.failure is not None and other.failure[0] == 1 and "silent" in other.failure[1]
+    assert other.failure is not None and other.failure[0] == 1 and "no sign of life" in other.failure[1]
 
 
 def test_a_rank_that_has_finished_may_be_silent() -> None:

@@ -73,9 +73,9 @@ class TrainSettings:
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N.", panel=MODEL)
     parallel: str = setting(
         "auto",
-        "How the processes that torchrun started share the work. sp=N: N of them share each example, with a part of "
-        "its tokens and heads each. dp=N: N such groups train on different examples; default: as many as there are. "
-        "auto: all processes train on different examples.",
+        "How the processes that torchrun started share the work. sp=N: groups of N share each example, and each "
+        "process handles a part of its tokens and heads. dp=N: N groups train on different examples; default: as many "
+        "as there are. auto: all processes train on different examples.",
         panel=MODEL,
     )
     seed: int = setting(42, "Seed for new weights, data order, dropout, needles and samples.", panel=MODEL, minimum=0)
