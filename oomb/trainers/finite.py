@@ -77,6 +77,11 @@ class FiniteSteps(transformers.Trainer):
         if self.args.world_size > 1:
             self._ranks = Group(dist.group.WORLD)
 
+    @property
+    def ranks_per_example(self) -> int:
+        """How many ranks share each example."""
+        return 1
+
     def get_batch_samples(self, *positional: Any, **options: Any) -> Any:
         result = super().get_batch_samples(*positional, **options)
         self._batches, self._num_computed, self._is_bad = result[0], 0, False

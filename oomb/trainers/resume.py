@@ -387,7 +387,7 @@ class _Steps(TrainerCallback):
     ) -> None:
         if args.world_size > 1:
             # Each replica and step draws its own random numbers, so a checkpoint need not have those of every rank.
-            set_seed(mix(args.seed, state.global_step, args.process_index // self.trainer.get_tp_size()))
+            set_seed(mix(args.seed, state.global_step, args.process_index // self.trainer.ranks_per_example))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -162,8 +162,11 @@ class Trainer(ResumableTrainer):
                 self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
             )
 
-    def get_tp_size(self) -> int:
-        # transformers' word for ranks with the same batches: its counts of tokens and examples leave them out.
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        return super().get_total_train_batch_size(args) // self._topology.sp
+
+    @property
+    def ranks_per_example(self) -> int:
         return self._topology.sp
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -190,6 +193,9 @@ class Trainer(ResumableTrainer):
         check_inputs(inputs)
         if self.engine.replicas.is_alone:
             num_items = None  # it counts the tokens of all ranks
+        elif num_items is not None:
+            # transformers counts those of an example once per rank. Its own losses make up for that.
+            num_items = num_items // self._topology.sp
         # transformers applies mixed precision (bf16, fp16) in a wrapped `forward`, which the engine never calls.
         with self.accelerator.autocast():
             return self.engine.loss(inputs["input_ids"], inputs.get("labels"), num_items=num_items, **layout_of(inputs))
