@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.oomb-setup$(if $(CONSTRAINTS),,-newest)
 # The workers share the cores, so torch gets one thread in each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
-QUICK := attention data engine eval memory models ops planner utils
+QUICK := attention data engine memory models ops planner utils
 
 .PHONY: setup demo test test-quick test-full stress lint docs bench clean
 

@@ -130,6 +130,7 @@ def test_a_tokenizer_and_its_separator(tmp_path: Path) -> None:
     assert tokens_of(load(str(file), max_length=6, tokenizer=words).train) == [7, 3, 5, 4, 7, 7]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_the_same_text_every_time() -> None:
     documents, root = find_documents(STDLIB)
     assert root == Path(sysconfig.get_paths()["stdlib"])

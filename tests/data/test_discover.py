@@ -88,6 +88,7 @@ def test_json_that_is_no_list_of_records_is_text(tmp_path: Path) -> None:
     assert opened(tmp_path, max_length=2).num_documents == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("join", ["documents", "repository"])
 def test_files_without_text_are_named_by_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: str

@@ -114,6 +114,7 @@ def test_another_tokenizer_is_refused_before_weights_are_loaded(
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_the_same_tokenizer_from_elsewhere_is_taken(here: Path) -> None:
     more = small_tokenizer(None)
     more.add_special_tokens({"pad_token": "<|pad|>"})

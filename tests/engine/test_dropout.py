@@ -20,6 +20,7 @@ def seeded_loss(engine: oomb.Engine, ids: Tensor, seed: int = 0) -> Tensor:
     return engine.loss(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_layers", [False, True])
 @pytest.mark.parametrize("keep_last_chunk", [False, True])
 @pytest.mark.parametrize("kind", DROPOUT_KINDS)
@@ -86,6 +87,7 @@ def test_dropout_repeats_with_the_seed(kind: str) -> None:
     assert not torch.equal(engine.loss(ids), engine.loss(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DROPOUT_KINDS)
 def test_calls_alive_together_replay_their_own_dropout(kind: str) -> None:
     """Two calls on one text, then two backwards in either order."""

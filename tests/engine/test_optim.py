@@ -318,6 +318,7 @@ def test_too_little_host_memory_raises_before_anything_changes(monkeypatch: pyte
     assert are_equal(values(model), values(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [{}, {"state_dtype": "8bit"}], ids=str)
 def test_the_trainer_accepts_it_and_resumes(form: dict[str, Any], tmp_path: Path) -> None:
     from trainings import CHUNKED, Samples, tiny_model

@@ -61,6 +61,7 @@ def blocks(optimizer: OffloadedAdamW) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4]], ids=["plain", "8bit"])
 @pytest.mark.parametrize("kind", [OffloadedAdamW, Impatient])
 def test_an_interrupted_step_leaves_complete_blocks_and_can_be_finished(

@@ -114,6 +114,7 @@ def test_all_settings(config: dict[str, Any], model: Any) -> None:
     assert not any((tiers.used_bytes("gpu"), tiers.used_bytes("host"), *tiers.promised.values()))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.sampled_from([1, 5, 16, 64]))
 def test_any_lengths_and_chunk_sizes(lengths: list[int], chunk_size: int) -> None:

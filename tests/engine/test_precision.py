@@ -43,6 +43,7 @@ def bf16_pair(length: int) -> tuple[Any, Any, Tensor]:
     return model, copy.deepcopy(model).float(), random_ids(1, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "float32", "param"])
 def test_sums_over_many_chunks(mode: str) -> None:
     """Every chunk adds the same, and a bfloat16 sum with round-to-nearest stops growing at 256 of them."""
@@ -56,6 +57,7 @@ def test_sums_over_many_chunks(mode: str) -> None:
     assert relative_error(actual["lm_head.weight"], expected["lm_head.weight"]) < tolerance
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_would_lose_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above."""
     monkeypatch.setattr("oomb.engine.grads.add_", lambda total, share, seed: total.add_(share))

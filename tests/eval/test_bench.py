@@ -60,6 +60,7 @@ def test_no_pages_are_allocated_while_standard_training_is_measured(monkeypatch:
     assert [row.gpu_page_bytes > 0 for row in report.rows] == [False, True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["all", "one", "nan"])
 def test_wrong_gradients_are_reported(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = bench.EngineStep.__call__

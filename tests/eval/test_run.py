@@ -36,6 +36,7 @@ def test_a_tokenizer_that_is_too_large_is_refused(saved_model: Path) -> None:
         tokenizer_for("demo", config)
 
 
+@pytest.mark.slow
 def test_oomb_eval(tmp_path: Path, saved_model: Path) -> None:
     output = tmp_path / "deep" / "eval.json"
     options = ["--max_length", "1500", "--chunk_size", "512", "--device", "cpu", "--max_eval_samples", "2"]

@@ -39,6 +39,7 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_command_plots_it(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     path = tmp_path / "map.png"

@@ -143,6 +143,7 @@ def test_bad_arguments_are_one_message(arguments: list[str], message: str) -> No
     assert message in result.output
 
 
+@pytest.mark.slow
 def test_verify_keeps_only_the_first_layers() -> None:
     result = invoke(
         "verify", "smollm2-135m", "--layers", "1", "--context", "24", "--chunk_size", "8", "--device", "cpu"

@@ -145,6 +145,7 @@ def test_every_access_is_ordered(way: str, name: str, place: str, kept: int) -> 
 IN_EIGHT_BITS = {"kv_dtype": "int8", "grad_dtype": "int8"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "kept"), [("host", 0), ("host", 3), ("split", 3), ("gpu", 0)])
 def test_pages_in_eight_bits(way: str, place: str, kept: int) -> None:
     """8-bit pages pass through buffers in either tier, and the store stream writes gradients back."""

@@ -128,6 +128,7 @@ def test_chunk_sizes_agree(family: str, in_float64: None) -> None:
         assert_same_gradients(gradients, found[0][1], TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [("llama", torch.bfloat16), ("qwen2_sliding", torch.bfloat16), ("llama", torch.float32)],

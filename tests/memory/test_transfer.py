@@ -234,6 +234,7 @@ def test_the_expected_order_matches_attention(tiers: Tiers, monkeypatch: pytest.
         assert len(ring.free) == ring.num_bytes // ring.slot_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "stops"])
 def test_an_aborted_consumer_loses_no_buffer(how: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "SEGMENT_SIZE", CHUNK)

@@ -186,6 +186,7 @@ def live_tensors(model: Any) -> int:
     return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["backward", "dropped", "no_grad"])
 def test_no_tensor_is_kept_after_a_call(model: Any, ending: str) -> None:
     """Pages and activations are freed with the loss, with or without a backward."""
@@ -207,6 +208,7 @@ def test_no_tensor_is_kept_after_a_call(model: Any, ending: str) -> None:
     assert live_tensors(model) == before
 
 
+@pytest.mark.slow
 def test_backward_frees_the_pages(model: Any) -> None:
     """A loss kept for logging must not keep the pages alive."""
     engine = engine_for(model)

@@ -61,6 +61,7 @@ def change(path: str, **values: Any) -> None:
     Path(path).write_text(json.dumps({**json.loads(Path(path).read_text()), **values}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_model_code_runs_only_if_trusted(marker: Path, command: list[str]) -> None:
     done = invoke(*command)

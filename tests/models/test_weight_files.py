@@ -85,6 +85,7 @@ def test_damaged_file_is_named(
         model_module.load_model(settings, load.load_config(folder), "bfloat16", torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["train", "--model"], ["eval"], ["verify"]])
 def test_commands_print_one_message(here: Path, command: list[str]) -> None:
     cut(Path(f"several/{SHARD}"))

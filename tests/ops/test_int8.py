@@ -201,6 +201,7 @@ def gradients(model: Any, ids: Tensor, **config: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_training_on_pages_in_eight_bits(family: str, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +217,7 @@ def test_training_on_pages_in_eight_bits(family: str, budget: int | None, monkey
         assert torch.equal(found, again), "with any placement"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [{"gpu_memory": "1GiB"}, {"gpu_memory": 0}, {"gpu_memory": 60_000}], ids=str)
 def test_training_with_kernels(place: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")

@@ -87,6 +87,7 @@ class DynamicAdamW(torch.optim.AdamW):
                 state[name].copy_(dynamic_code(state[name], dynamic_levels(is_signed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "most_in_8_bits"), [(0.5, 0.06), (2, 0.12)])
 def test_low_precision_states_stay_close(spread: float, most_in_8_bits: float) -> None:
     """Training ends close to float32 AdamW, relative to the distance from the start. Our 8-bit code ends closer than

@@ -121,6 +121,7 @@ def rows_of(pages: PageView) -> Tensor:
     return pages.base[pages.offsets_P[:, None] + at].view(-1, pages.page_size, pages.row_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_kernels_match_the_reference(case: Case, dtype: torch.dtype) -> None:
@@ -231,6 +232,7 @@ def test_pages_in_another_precision(dtype: torch.dtype) -> None:
     assert relative_error(rows_of(grads)[sparse_reference.used(selected)], rows) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * ON_GPU, ids=str)
 def test_16_bit_gradients_are_rounded_stochastically(dtype: torch.dtype) -> None:
     """Their mean over seeds equals the float32 gradients."""
@@ -324,6 +326,7 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", PLACES, ids=str)
 def test_the_engine_with_kernels(config: dict[str, Any], with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any placement the gradients equal those without kernels."""

@@ -70,6 +70,7 @@ def assert_same_scores(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=5e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dtypes"), CASES, ids=str)
 def test_scores(shape: Shape, dtypes: tuple[torch.dtype, torch.dtype], poisoned_empty: None) -> None:
     q, means = queries_and_means(shape, *dtypes)

@@ -33,6 +33,7 @@ PEAKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, lora, chunk, checkpointed, fused, base, transient", PEAKS)
 def test_peaks_match_the_measurements(
     name: str, lora: str | None, chunk: int, checkpointed: bool, fused: bool, base: float, transient: float
@@ -57,6 +58,7 @@ MEMORY_ALONE = {"plan_check_growth.json"}
 """Measured next to other work on the same GPU, which costs time but no memory."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan_check.json", "plan_check_24gib.json", *sorted(MEMORY_ALONE)])
 def test_memory_and_time_match_the_committed_results(name: str) -> None:
     """The files have old predictions; these are new ones."""

@@ -32,6 +32,7 @@ def only(suggestions: Suggestions) -> Suggestion:
     return suggestions.suggestion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [116, 119, 120])
 def test_four_million_tokens_on_one_h200(host: float) -> None:
     """With LoRA, at every amount of free host memory that such a machine has shown."""
@@ -77,6 +78,7 @@ def test_longer_contexts_cost_more() -> None:
     assert changes(1 << 17, **limited) == {"host_memory": "auto"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_smaller_batch_comes_before_approximations(lora: bool) -> None:
     """One sequence at a time gives the same gradient with a quarter of the pages."""
@@ -176,6 +178,7 @@ forecasts = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(forecasts)
 def test_suggestions_keep_their_promise(case: tuple[StepForecast, bool]) -> None:
@@ -234,6 +237,7 @@ def check_no_smaller_machine(asked: StepForecast, found: Suggestion) -> None:
         assert not less.fits and suggest_for(less, found.lora).suggestion is None, name
 
 
+@pytest.mark.slow
 def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing a batch takes milliseconds, with a page budget about ten."""
     calls = []
