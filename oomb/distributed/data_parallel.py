@@ -93,10 +93,10 @@ class GradientSync:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replace every gradient by its mean over ranks. If a rank lacks a gradient that others
-        have, its gradient counts as zero.
+        """Replace every gradient by its mean over ranks.
 
-        Gradients in 16 bits are summed in float32.
+        If a rank lacks a gradient that others have, its gradient counts as zero. Gradients in 16 bits are summed in
+        float32.
         """
         if self.ranks.size == 1:
             return

@@ -193,9 +193,6 @@ class Trainer(ResumableTrainer):
         check_inputs(inputs)
         if self.engine.replicas.is_alone:
             num_items = None  # it counts the tokens of all ranks
-        elif num_items is not None:
-            # transformers counts those of an example once per rank. Its own losses make up for that.
-            num_items = num_items // self._topology.sp
         # transformers applies mixed precision (bf16, fp16) in a wrapped `forward`, which the engine never calls.
         with self.accelerator.autocast():
             return self.engine.loss(inputs["input_ids"], inputs.get("labels"), num_items=num_items, **layout_of(inputs))
@@ -228,7 +225,9 @@ class Trainer(ResumableTrainer):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         # transformers counts the labels of all accumulated batches in here.
-        return super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
+        batches, num_items = super().get_batch_samples(map(with_labels, epoch_iterator), num_batches, device)
+        # It counts the tokens of an example once per rank.
+        return batches, None if num_items is None else num_items // self._topology.sp
 
 
 @contextmanager
